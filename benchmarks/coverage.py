@@ -399,7 +399,7 @@ def selected_names(only: str | None, exact: bool = False) -> list[str]:
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     from torch_pagoda.compiler.options import QUANTIZATIONS
-    from torch_pagoda.passes.graph.npu_target import GRAPH_MODES
+    from torch_pagoda.runtime.npu_target import GRAPH_MODES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--only", help="comma-separated names or patterns, such as 'llama*,gpt2'")

@@ -79,8 +79,8 @@ def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
     from torch_pagoda.compiler.report import CompileReport
     from torch_pagoda.compiler.verify.self_check import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
-    from torch_pagoda.passes.graph.npu_target import NpuTarget
     from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work
+    from torch_pagoda.runtime.npu_target import NpuTarget
 
     row = NpuRow(name)
     report = CompileReport(name)

@@ -159,8 +159,8 @@ def _serve(row: StaticRow, variant: Any, soc: str, kv_cache_dtype: str) -> None:
     from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, DecodeRoute
     from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
     from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
-    from torch_pagoda.passes.graph.npu_target import NpuTarget
     from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
+    from torch_pagoda.runtime.npu_target import NpuTarget
     from torch_pagoda.runtime.program import is_cache_input
 
     from legal_models import build_legal_model

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..passes import PASSES, Pass
-from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
+from ..runtime.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .choices import Choices
 from .option_conflicts import check_conflicts

@@ -50,7 +50,7 @@ FLOORS = {
         ),
         *(
             "__init__ autocast blocks memory option phases private_folder processors shown step_metadata token_bytes",
-            "control_group state_tables window_blocks",
+            "control_group npu_target state_tables window_blocks",
         ),
     ),
     "serving": (

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Sequence
 
 from ...passes import TracedGraph
-from ...passes.graph.npu_target import NpuTarget
 from ...passes.schedule.schedule_branches import Branch, schedule_branches
 from ...passes.schedule.schedule_prefetch import L2Cache, schedule_prefetch
 from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
 from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_CHIPS, SUPER_KERNEL_PRODUCTS
+from ...runtime.npu_target import NpuTarget
 from ..report import CompileReport
 from ..targets.npu.schedule_options import leave_out
 from ..targets.npu.socs import Chip, chip

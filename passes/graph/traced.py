@@ -12,13 +12,13 @@ from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from ...runtime.npu_target import NpuTarget
 from ...runtime.ops.quantized_weight import Quantization
 from ...runtime.ops.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
 from ...runtime.window_blocks import WINDOW_LENS
 from .fx_nodes import cache_index, value
 from .notes import GraphNotes
-from .npu_target import NpuTarget
 
 if TYPE_CHECKING:
     import sympy

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from ...runtime.npu_target import Product
 from ..graph.data_movement import COPIES, RESHAPES, UNIT_DIMS
 from ..graph.fx_nodes import callee
-from ..graph.npu_target import Product
 
 SUPER_KERNEL_PRODUCTS = (Product.A2, Product.A3)
 """Chips that super kernels are documented for (torchair's repository, ``super_kernel_scope.md`` and

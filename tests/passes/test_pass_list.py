@@ -13,7 +13,7 @@ from torch_pagoda.compiler.options import CompileOptions, selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass, with_user_passes
 from torch_pagoda.passes import PASSES, PassRecord
-from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.runtime.npu_target import NpuTarget
 
 
 def docstring(entry):

@@ -13,8 +13,8 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

@@ -8,9 +8,9 @@ import torch
 from torch import fx
 
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.limits import violations
+from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import violations
 
 
 def npu_calls(traced: TracedGraph, target: NpuTarget) -> Iterator[tuple[fx.Node, Call]]:

@@ -15,9 +15,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import operator_name
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.program import CacheSpec
 from torch_pagoda.runtime.step_metadata import StepMetadata
 

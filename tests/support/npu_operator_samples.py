@@ -480,7 +480,7 @@ def _quantization() -> list[Sample]:
         Sample("npu_dynamic_quant", "plain", (x.bfloat16(),)),
         Sample("npu_dynamic_quant", "smooth", (x.half(),), {"smooth_scales": torch.rand(8).half()}),
         Sample("npu_dynamic_quant", "strided", (torch.randn(3, 2, 8).transpose(0, 1),)),
-        Sample("npu_quantize", "int8", (x, torch.rand(8) / 9, torch.randint(0, 5, (8,)), 1, -1, True)),
+        Sample("npu_quantize", "int8", (x, torch.rand(8) / 9, torch.randint(0, 5, (8,)).int(), 1, -1, True)),
         Sample(
             "npu_quantize", "qint8", (x.bfloat16(), torch.rand(1), torch.ones(1, dtype=torch.int32), 12, -1, True)
         ),

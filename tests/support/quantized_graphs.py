@@ -22,8 +22,8 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, reference_of_model
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.record import PassRecord
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.stored_weight import as_dense
 
 from legal_models import build_legal_model

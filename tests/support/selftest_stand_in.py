@@ -128,9 +128,11 @@ _libraries: list[torch.library.Library] = []
 def _bend(operator: str, mistake: Callable[[torch.Tensor], torch.Tensor], running: _Running) -> None:
     """Let an operator's CPU kernel make a mistake while the device runs."""
     from torch_pagoda.runtime.ops.npu import OPERATORS
+    from torch_pagoda.runtime.ops.npu.registration import by_schema
 
-    kernel = next(each.kernel for each in OPERATORS if each.name == operator)
     overload = getattr(torch.ops.npu, operator).default
+    ours = next(each for each in OPERATORS if each.name == operator)
+    kernel = by_schema(ours, ours.kernel, overload._schema)
 
     def bent(*args: Any, **kwargs: Any) -> Any:
         results = kernel(*args, **kwargs)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.passes.graph.npu_target import NpuTarget
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.program import StateSpec
 from torch_pagoda.runtime.step_metadata import StepMetadata
 

@@ -149,8 +149,8 @@ def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> 
 
 def _default_block_size(target: str) -> int:
     """The block size that ``LLM`` takes by default."""
-    from ..passes.graph.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
     from ..runtime.engine.engine_options import DEFAULT_BLOCK_SIZE
+    from ..runtime.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
 
     return NPU_BLOCK_SIZE if target == "npu" else DEFAULT_BLOCK_SIZE
 

@@ -23,8 +23,8 @@ from ..compiler.verify.operator_check import Collected, Collector, OperatorCall,
 from ..compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
 from ..compiler.verify.window_calls import plain_arguments, window_calls
 from ..passes import TracedGraph
-from ..passes.graph.npu_target import GRAPH_MODES, NpuTarget
 from ..passes.lower.npu.decode_attention import decode_graph_or_reason
+from ..runtime.npu_target import GRAPH_MODES, NpuTarget
 from .device import Device
 from .model import Asked, load, open_device
 from .numbers import plain

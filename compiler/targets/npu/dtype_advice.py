@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ....passes.graph.npu_target import Product
+from ....runtime.npu_target import Product
 
 _FORMULA = "aten"
 

@@ -15,8 +15,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ....passes.graph.npu_target import Product
 from ....passes.schedule.super_kernel_operators import SUPER_KERNEL_CHIPS, SUPER_KERNEL_PRODUCTS
+from ....runtime.npu_target import Product
 
 _BOOL = (True, False)
 

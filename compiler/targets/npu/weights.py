@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from ....passes import TracedGraph
-from ....passes.graph.npu_target import Product
+from ....runtime.npu_target import Product
 from ....runtime.ops import npu  # noqa: F401  registers the operators
 from ....runtime.ops.stored_weight import StoredWeight
 from ....runtime.phases import phase

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.limits.attention import UNLIMITED
 from ....runtime.ops.reference import attention_reference
 from ...graph.attention_node import ATTENTION, AttentionCall
 from ...graph.fx_nodes import shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
-from .attention_limits import UNLIMITED
 from .paged_attention import causal_mask
 from .site import Site, lower_each
 

@@ -24,9 +24,9 @@ from functools import partial
 import torch
 from torch import fx
 
+from ....runtime.npu_target import Product
 from ....runtime.ops.lightning_indexer import lightning_indexer
 from ...graph.fx_nodes import cache_index, callee, shape, value
-from ...graph.npu_target import Product
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
 from .cache_rows import block_and_offset, write_rows

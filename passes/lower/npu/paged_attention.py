@@ -30,16 +30,16 @@ from torch import fx
 
 from ....runtime.ops.gathered_attention import gathered_attention
 from ....runtime.ops.int8_rows import quantize_rows
+from ....runtime.ops.npu.limits import violations
+from ....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
 from ...graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
 from ...graph.fx_nodes import cache_index, callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
-from .attention_limits import MASK_SIZE, UNLIMITED
 from .attention_routes import Heads, routes_by_traffic
 from .cache_rows import block_and_offset, write_rows
 from .call import Call
 from .decode_attention import note_decoded, why_not_decoded
-from .limits import violations
 from .sink_transposes import transposes_heads
 from .site import Site, lower_each
 

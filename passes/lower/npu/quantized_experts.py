@@ -30,12 +30,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.npu.limits import violations
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .call import Call
-from .limits import violations
 from .quantized_inputs import QuantizedInputsOf, fitting, why_wide
 from .quantized_linears import DTYPE_CODES
 from .site import Site

@@ -32,8 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.quant_matmul import INT4_GROUP_SIZES
-from ....runtime.ops.npu.quantize import QINT8
+from ....runtime.ops.npu.limits.quantized import INT4_GROUP_SIZES, QINT8
 from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ....runtime.ops.weight_format import InputScale, WeightFormat
 from ...graph.fx_nodes import eliminate_dead_code, shape, value

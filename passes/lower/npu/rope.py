@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from ....runtime.npu_target import Product
 from ....runtime.ops.rope import rope_reference
 from ...graph.fx_nodes import shape, value
-from ...graph.npu_target import Product
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site, lower_each

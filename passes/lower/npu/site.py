@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....runtime.ops import npu  # noqa: F401  registers the operators
+from ....runtime.ops.npu.limits import violations
 from ...graph.fx_nodes import eliminate_dead_code, module_path, value
 from ...graph.provenance import operator_name
 from ...graph.record import PassRecord, Route
 from ...graph.traced import TracedGraph
 from .call import Call
-from .limits import violations
 from .sink_transposes import transposes_heads
 
 _aten = torch.ops.aten

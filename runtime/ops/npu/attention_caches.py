@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .numerics import nz_width, widened
+from .numerics import widened
 
 
 @dataclass(frozen=True)
@@ -57,43 +57,6 @@ class Scales:
         raise ValueError(
             f"{self.argument} has shape {tuple(values.shape)}, which mode {self.mode} does not take for {heads} "
             f"key/value heads of size {dim} ({'paged' if blocks is not None else 'not paged'})"
-        )
-
-
-def scales(argument: str, scale: torch.Tensor | None, offset: torch.Tensor | None, mode: int) -> Scales | None:
-    """:class:`Scales`, or None without a scale."""
-    return None if scale is None else Scales(argument, scale, offset, mode)
-
-
-def check_paged_cache(name: str, cache: torch.Tensor, layout: str, kv_heads: int, block_size: int, nz: bool) -> None:
-    """Raise ``ValueError`` unless the device reads this paged cache as its writer meant it.
-
-    Args:
-        name: argument name, for the message.
-        cache: ``(blocks, block size, KN·D)``; ``(blocks, KN, block size, D)`` for BNSD and TND queries;
-            FRACTAL_NZ ``(blocks, KN, D/16, block size, 16)`` (32 instead of 16 for int8), where ``nz``.
-        layout: layout of the query.
-        kv_heads: KN.
-        block_size: the operator's argument.
-        nz: whether this operator reads FRACTAL_NZ caches for its head size and dtype.
-    """
-    shape = tuple(cache.shape)
-    if block_size <= 0:
-        raise ValueError(f"block_size is {block_size}; a block table needs the size of a block, here {shape[-2]}")
-    if cache.dim() == 3:
-        fits = shape[1] == block_size and shape[2] % kv_heads == 0
-    elif cache.dim() == 4:
-        fits = shape[1] == kv_heads and shape[2] == block_size and layout in ("BNSD", "TND")
-    elif cache.dim() == 5:
-        fits = nz and shape[1] == kv_heads and shape[3] == block_size and shape[4] == nz_width(cache.dtype)
-    else:
-        fits = False
-    if not fits:
-        raise ValueError(
-            f"{name} has shape {shape}; block_size is {block_size}, there are {kv_heads} key/value heads and "
-            f"{layout} queries; a paged cache is (blocks, block_size, KN*D) (view (blocks, block_size, KN, D) as "
-            "that), with BNSD and TND queries also (blocks, KN, block_size, D), and in FRACTAL_NZ 5 dims only for "
-            "MLA with head size 512 and for int8"
         )
 
 

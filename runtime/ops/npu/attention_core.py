@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 
-from .attention_caches import Scales, check_paged_cache, read_paged
+from .attention_caches import Scales, read_paged
 from .attention_layouts import Layout, batch_lengths, packed_bounds, parse_layout
-from .attention_limits import LATENT_DIM, AttentionSizes, blocks, extents, head_dims
-from .attention_masks import check_compressed_mask, check_full_mask, visible_pairs
+from .attention_masks import NO_LIMIT, check_compressed_mask, check_full_mask, visible_pairs
 from .numerics import widened
 
-_MAX_GROUP = 64
-# With heads of 512 dims and rope, by the document's section on MLA.
-_MAX_LATENT_GROUP = 128
-_SINK_MAX_VALUE_DIM = 128
+NO_KERNEL = {"query": [torch.int8], "key": [torch.int32]}
+"""What all of the operators lack: queries that are rounded, and 4 bits."""
 
 
 @dataclass(frozen=True)
 class AttentionCall:
     """Arguments of one attention operator under common names; see :mod:`.attention` for their meaning.
 
-    ``fused`` is whether the limits of npu_fused_infer_attention_score hold.
-    ``query_lengths`` and ``kv_lengths`` are pairs of the operator's own argument name and the list given.
+    ``names`` has the operator's own names of those that it spells otherwise; ``stacked_scale`` and so on are of keys
+    and values together.
     """
 
+    names: Mapping[str, str]
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
@@ -35,22 +34,54 @@ class AttentionCall:
     heads: int
     kv_heads: int
     scale: float
-    query_lengths: tuple[str, Sequence[int] | None]
-    kv_lengths: tuple[str, Sequence[int] | None]
+    query_lengths: Sequence[int] | None = None
+    kv_lengths: Sequence[int] | None = None
     atten_mask: torch.Tensor | None = None
     pse_shift: torch.Tensor | None = None
     sparse_mode: int = 0
-    pre_tokens: int = 2147483647
-    next_tokens: int = 2147483647
+    pre_tokens: int = NO_LIMIT
+    next_tokens: int = NO_LIMIT
+    inner_precise: int = 0
     block_table: torch.Tensor | None = None
     block_size: int = 0
     query_rope: torch.Tensor | None = None
     key_rope: torch.Tensor | None = None
-    key_scales: Scales | None = None
-    value_scales: Scales | None = None
+    key_scale: torch.Tensor | None = None
+    key_offset: torch.Tensor | None = None
+    key_mode: int = 0
+    value_scale: torch.Tensor | None = None
+    value_offset: torch.Tensor | None = None
+    value_mode: int = 0
+    stacked_scale: torch.Tensor | None = None
+    stacked_offset: torch.Tensor | None = None
+    stacked_mode: int = 0
     sinks: torch.Tensor | None = None
     want_lse: bool = False
-    fused: bool = False
+
+    @cached_property
+    def key_scales(self) -> Scales | None:
+        return self._scales("key", 0)
+
+    @cached_property
+    def value_scales(self) -> Scales | None:
+        return self._scales("value", 1)
+
+    def _scales(self, part: str, place: int) -> Scales | None:
+        """Those of its own win over the stacked ones."""
+        name = f"{part}_scale"
+        scale, offset, mode = (getattr(self, f"{part}_{what}") for what in ("scale", "offset", "mode"))
+        if self.key_scale is None and self.stacked_offset is not None:
+            offset = _of_stack(self.stacked_offset, place)
+        if self.key_scale is None and self.stacked_scale is not None:
+            name, mode = "stacked_scale", self.stacked_mode
+            scale = _of_stack(self.stacked_scale, place)
+        return None if scale is None else Scales(self.names[name], scale, offset, mode)
+
+
+def _of_stack(stacked: torch.Tensor, place: int) -> torch.Tensor:
+    if stacked.shape[:1] != (2,):
+        raise ValueError(f"antiquant scales or offsets have shape {tuple(stacked.shape)}; keys' and values' are 2")
+    return stacked[place : place + 1]
 
 
 def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,14 +104,13 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         query = torch.cat([query, layout.heads_first(call.query_rope, call.heads)], -1)
     tokens = query.shape[-2]
     if layout.packed:
-        bounds = packed_bounds(*call.query_lengths, tokens)
+        bounds = packed_bounds(call.names["query_lengths"], call.query_lengths, tokens)
         spans = list(pairwise(bounds))
     else:
         # With one query per sequence the operator ignores the list.
-        name, given = call.query_lengths
-        spans = [
-            (0, length) for length in batch_lengths(name, None if tokens == 1 else given, query.shape[0], tokens)
-        ]
+        given = None if tokens == 1 else call.query_lengths
+        name = call.names.get("query_lengths", "query")
+        spans = [(0, length) for length in batch_lengths(name, given, query.shape[0], tokens)]
     sequences = len(spans)
     reader = _Reader(call, layout, kv_heads, sequences)
     hidden = _hidden_pairs(call, layout, sequences, tokens, reader.capacity)
@@ -105,13 +135,6 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     return returned, (lse.transpose(0, 1) if layout.packed else lse).contiguous()
 
 
-def check_precision(inner_precise: int, input_layout: str, query: torch.Tensor) -> None:
-    """Raise ``ValueError`` unless ``inner_precise`` is 0 to 3, with one query per sequence 0 or 1."""
-    highest = 1 if parse_layout(input_layout, query).single(query) else 3
-    if not 0 <= inner_precise <= highest:
-        raise ValueError(f"inner_precise is {inner_precise}; it must be between 0 and {highest} for this query")
-
-
 def result_dtype(query: torch.Tensor, query_rope: torch.Tensor | None, quantized: bool) -> torch.dtype:
     """Dtype of an attention result: int8 where it is ``quantized``, and no int8 query gives itself back."""
     if quantized:
@@ -126,7 +149,7 @@ class _Reader:
 
     def __init__(self, call: AttentionCall, layout: Layout, kv_heads: int, sequences: int) -> None:
         self._call, self._layout, self._kv_heads = call, layout, kv_heads
-        name, given = call.kv_lengths
+        name, given = call.names["kv_lengths"], call.kv_lengths
         if call.block_table is not None:
             table = call.block_table
             if table.dtype is not torch.int32 or table.dim() != 2 or table.shape[0] != sequences:
@@ -139,25 +162,10 @@ class _Reader:
                     f"{name} has {len(given or [])} entries; with a block table it holds the context length of each "
                     f"of the {sequences} sequences (per sequence, not cumulative)"
                 )
-            if call.key.dim() == 5 or call.key_rope is None or call.key_rope.dim() == call.key.dim():
-                nz = call.key.dtype is torch.int8 or (call.query_rope is not None and _query_dim(call) == LATENT_DIM)
-                for tensor_name in ("key", "value", "key_rope"):
-                    tensor = getattr(call, tensor_name)
-                    if tensor is not None:
-                        check_paged_cache(tensor_name, tensor, layout.inputs, kv_heads, call.block_size, nz)
-            else:
-                raise ValueError(
-                    f"key_rope has {call.key_rope.dim()} dims and key {call.key.dim()}; page both in one format"
-                )
             self.capacity = table.shape[1] * call.block_size
             self.lengths = batch_lengths(name, given, sequences, self.capacity)
             self.value_dim = _paged_dim(call.value, kv_heads)
             return
-        if call.key.dim() != call.query.dim():
-            raise ValueError(
-                f"query and key have shapes {tuple(call.query.shape)} and {tuple(call.key.shape)}; without a block "
-                "table they have one layout"
-            )
         self._key, self._value = layout.heads_first(call.key, kv_heads), layout.heads_first(call.value, kv_heads)
         self._rope = None if call.key_rope is None else layout.heads_first(call.key_rope, kv_heads)
         for tensor_name, tensor in (("key", self._key), ("value", self._value)):
@@ -179,7 +187,7 @@ class _Reader:
         self._bounds = packed_bounds(name, given, self.capacity)
         if len(self._bounds) != sequences + 1:
             raise ValueError(
-                f"{name} has {len(self._bounds) - 1} entries and {call.query_lengths[0]} {sequences}; "
+                f"{name} has {len(self._bounds) - 1} entries and {call.names['query_lengths']} {sequences}; "
                 "give both for the same sequences"
             )
         self.lengths = [end - start for start, end in pairwise(self._bounds)]
@@ -284,10 +292,6 @@ def _hidden_pairs(
     return check_full_mask(call.atten_mask, sequences, query_size, kv_size)
 
 
-def _query_dim(call: AttentionCall) -> int:
-    return call.query.shape[-1] // (call.heads if call.input_layout.startswith("BSH") else 1)
-
-
 def _paged_dim(cache: torch.Tensor, kv_heads: int) -> int:
     if cache.dim() == 3:
         return cache.shape[2] // kv_heads
@@ -295,29 +299,13 @@ def _paged_dim(cache: torch.Tensor, kv_heads: int) -> int:
 
 
 def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
+    """Raise for what the limits of the operators do not say."""
     query, key = call.query, call.key
-    latent = call.query_rope is not None and call.heads > 0 and _query_dim(call) == LATENT_DIM
-    group = _MAX_LATENT_GROUP if latent else _MAX_GROUP
-    if call.heads <= 0 or call.heads % kv_heads or call.heads // kv_heads > group:
-        raise ValueError(
-            f"there are {call.heads} query heads and {kv_heads} key/value heads; the second must divide the first, "
-            f"by at most {group}"
-        )
-    if layout.inputs == "BSH" and query.shape[2] % call.heads:
-        raise ValueError(f"query has shape {tuple(query.shape)}; {call.heads} heads do not divide its last dim")
-    heads = layout.heads_first(query, call.heads).shape[-3]
-    if heads != call.heads:
-        raise ValueError(f"query has {heads} heads in layout {layout.name!r}, but num_heads is {call.heads}")
-    if not query.is_floating_point():
-        raise NotImplementedError(f"query has dtype {query.dtype}; quantized queries have no CPU kernel")
-    if key.dtype is torch.int32:
-        raise NotImplementedError("key has dtype int32; int4 keys and values have no CPU kernel")
+    if call.sparse_mode == 9:
+        raise NotImplementedError("sparse_mode is 9; tree masks have no CPU kernel")
+    if call.sinks is not None and call.want_lse:
+        raise NotImplementedError("the log-sum-exp together with learnable_sink has no CPU kernel")
     quantized = key.dtype is torch.int8
-    if call.value.dtype is not key.dtype or (not quantized and key.dtype is not query.dtype):
-        raise ValueError(
-            f"query, key and value have dtypes {query.dtype}, {key.dtype} and {call.value.dtype}; they must be one, "
-            "or key and value int8"
-        )
     if quantized != (call.key_scales is not None) or quantized != (call.value_scales is not None):
         raise ValueError("int8 keys and values need their scales, and only they take them")
     if quantized:
@@ -332,19 +320,6 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
                 f"int8 keys and values with {length} queries a sequence take antiquant modes 0 and 1, and with a "
                 "block table only FRACTAL_NZ caches"
             )
-    if (call.query_rope is None) != (call.key_rope is None):
-        raise ValueError("one of query_rope and key_rope is given; give both or neither")
-    if call.query_rope is not None and (
-        call.query_rope.dtype is not query.dtype or call.query_rope.shape[:-1] != query.shape[:-1]
-    ):
-        raise ValueError(
-            f"query_rope has shape {tuple(call.query_rope.shape)} and dtype {call.query_rope.dtype}; all but its "
-            f"last dim and its dtype must be those of query, {tuple(query.shape)} and {query.dtype}"
-        )
-    if not 0 <= call.sparse_mode <= 4:
-        if call.sparse_mode == 9:
-            raise NotImplementedError("sparse_mode is 9; tree masks have no CPU kernel")
-        raise ValueError(f"sparse_mode is {call.sparse_mode}; it must be 0, 1, 2, 3 or 4")
     if call.pse_shift is not None:
         pse_shift = call.pse_shift
         if layout.packed:
@@ -367,70 +342,3 @@ def _check(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
                 f"pse_shift has shape {tuple(pse_shift.shape)}; it must be (1 or {len(query)}, {call.heads}, at "
                 f"least {length}, at least {kv_length})"
             )
-    if call.sinks is not None:
-        _check_sinks(call)
-    _check_sizes(call, layout, kv_heads)
-
-
-def _check_sizes(call: AttentionCall, layout: Layout, kv_heads: int) -> None:
-    query, paged, quantized = call.query, call.block_table is not None, call.key.dtype is torch.int8
-    dim = _query_dim(call)
-    if not paged and call.key.dim() != query.dim():
-        return  # of another layout, which the reader of keys refuses
-
-    def dims_of(tensor: torch.Tensor) -> int:
-        if paged:
-            return _paged_dim(tensor, kv_heads)
-        return tensor.shape[-1] // (kv_heads if layout.inputs == "BSH" else 1)
-
-    if dims_of(call.key) != dim:
-        raise ValueError(f"heads of {dim} dims in query, {dims_of(call.key)} in key")
-    if not call.fused:
-        return
-    batch, queries, _ = (None, None, None) if layout.packed else layout.batch_length_heads(query, call.heads)
-    lengths = call.query_lengths[1]
-    keys = None
-    if call.block_table is not None:
-        keys = call.block_table.shape[-1] * call.block_size
-    elif not layout.packed:
-        keys = layout.heads_first(call.key, kv_heads).shape[-2]
-    rope = call.query_rope
-    sizes = AttentionSizes(
-        layout=layout.name,
-        heads=call.heads,
-        kv_heads=kv_heads,
-        dims=(dim, dims_of(call.key), dims_of(call.value)),
-        rope_dim=0 if rope is None else rope.shape[-1] // (call.heads if layout.inputs == "BSH" else 1),
-        sparse_mode=call.sparse_mode,
-        wants_lse=call.want_lse,
-        # FRACTAL_NZ caches of int8 have blocks of their own sizes.
-        block_size=call.block_size if paged and not (quantized and call.key.dim() == 5) else 0,
-        queries=queries,
-        sequences=len(lengths or ()) if layout.packed else batch,
-        keys=None if layout.packed else keys,
-        int8=quantized,
-    )
-    reason = head_dims(sizes) or blocks(sizes) or extents(sizes)
-    if reason:
-        raise ValueError(reason)
-
-
-def _check_sinks(call: AttentionCall) -> None:
-    sinks = call.sinks
-    assert sinks is not None
-    if call.input_layout not in ("TND", "NTD_TND"):
-        raise ValueError(f"learnable_sink is given with input_layout {call.input_layout!r}; it needs TND or NTD_TND")
-    # bf16 is the device's only dtype; a graph that is checked in fp32 has its sinks in fp32 too.
-    allowed = (torch.bfloat16, *({call.query.dtype} & {torch.float32, torch.float64}))
-    if sinks.shape != (call.heads,) or sinks.dtype not in allowed:
-        raise ValueError(
-            f"learnable_sink has shape {tuple(sinks.shape)} and dtype {sinks.dtype}; it must be bfloat16 with one "
-            f"entry for each of the {call.heads} query heads"
-        )
-    value_dim = (
-        call.value.shape[-1] if call.block_table is None else _paged_dim(call.value, call.kv_heads or call.heads)
-    )
-    if value_dim > _SINK_MAX_VALUE_DIM:
-        raise ValueError(f"value has head size {value_dim}; with learnable_sink it is at most {_SINK_MAX_VALUE_DIM}")
-    if call.want_lse:
-        raise NotImplementedError("the log-sum-exp together with learnable_sink has no CPU kernel")

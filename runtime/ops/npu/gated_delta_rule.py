@@ -14,25 +14,20 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import check_floating, widened
+from .limits.states import MAX_RECURRENT_TOKENS
+from .numerics import widened
 from .registration import Operator
-
-MAX_RECURRENT_TOKENS = 8
-"""Tokens of a sequence that ``npu_recurrent_gated_delta_rule`` takes."""
-MAX_DELTA_HEADS = 64
-MAX_DELTA_DIM = 128
 
 
 def npu_chunk_gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    initial_state: torch.Tensor | None = None,
-    actual_seq_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    g: torch.Tensor | None = None,
+    beta: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    actual_seq_lengths: torch.Tensor | None,
+    scale: float | None,
+    g: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule over the tokens of sequences, one after the other, each from a state of its own.
 
@@ -51,9 +46,7 @@ def npu_chunk_gated_delta_rule(
     Raises:
         ValueError: shapes, dtypes or lengths that do not fit.
     """
-    if beta is None or initial_state is None or actual_seq_lengths is None:
-        raise ValueError("beta, initial_state and actual_seq_lengths are needed")
-    _check(query, key, value, beta, initial_state, g=g)
+    assert beta is not None and initial_state is not None and actual_seq_lengths is not None
     counts = actual_seq_lengths.tolist()
     if len(counts) != len(initial_state) or min(counts, default=0) < 0 or sum(counts) != len(value):
         raise ValueError(
@@ -72,14 +65,7 @@ def npu_chunk_gated_delta_rule(
     return result, final
 
 
-def _chunk_fake(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    initial_state: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _chunk_fake(value: torch.Tensor, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     assert initial_state is not None
     return torch.empty_like(value), torch.empty_like(initial_state)
 
@@ -89,14 +75,13 @@ def npu_recurrent_gated_delta_rule(
     key: torch.Tensor,
     value: torch.Tensor,
     state: torch.Tensor,
-    *,
-    beta: torch.Tensor | None = None,
-    scale: float | None = None,
-    actual_seq_lengths: torch.Tensor | None = None,
-    ssm_state_indices: torch.Tensor | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    g: torch.Tensor | None = None,
-    gk: torch.Tensor | None = None,
+    beta: torch.Tensor | None,
+    scale: float | None,
+    actual_seq_lengths: torch.Tensor | None,
+    ssm_state_indices: torch.Tensor | None,
+    num_accepted_tokens: torch.Tensor | None,
+    g: torch.Tensor | None,
+    gk: torch.Tensor | None,
 ) -> torch.Tensor:
     """The rule over a few tokens of each sequence, with the state after every token kept in a slot of its own.
 
@@ -120,9 +105,7 @@ def npu_recurrent_gated_delta_rule(
     Raises:
         ValueError: shapes, dtypes, lengths or slots that do not fit.
     """
-    if beta is None or actual_seq_lengths is None or ssm_state_indices is None:
-        raise ValueError("beta, actual_seq_lengths and ssm_state_indices are needed")
-    _check(query, key, value, beta, state, g=g, gk=gk)
+    assert beta is not None and actual_seq_lengths is not None and ssm_state_indices is not None
     counts, slots = actual_seq_lengths.tolist(), ssm_state_indices.tolist()
     accepted = [1] * len(counts) if num_accepted_tokens is None else num_accepted_tokens.tolist()
     if min(counts, default=1) < 1 or max(counts, default=1) > MAX_RECURRENT_TOKENS or sum(counts) != len(value):
@@ -147,9 +130,7 @@ def npu_recurrent_gated_delta_rule(
     return result
 
 
-def _recurrent_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: object, **__: object
-) -> torch.Tensor:
+def _recurrent_fake(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(value)
 
 
@@ -171,33 +152,6 @@ def _token(
     written = (widened(value) - (state @ k[:, :, None])[:, :, 0]) * widened(beta)[:, None]
     state = state + written[:, :, None] * k[:, None, :]
     return state, (state @ (q * scale)[:, :, None])[:, :, 0].to(value.dtype)
-
-
-def _check(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    *,
-    g: torch.Tensor | None,
-    gk: torch.Tensor | None = None,
-) -> None:
-    given = {"query": query, "key": key, "value": value, "beta": beta, "state": state, "g": g, "gk": gk}
-    check_floating(**{name: x for name, x in given.items() if x is not None})
-    shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items() if x is not None)
-    fits = query.dim() == value.dim() == 3 and state.dim() == 4 and key.shape == query.shape
-    if not fits or len(value) != len(key) or value.shape[1] % max(1, key.shape[1]):
-        raise ValueError(f"{shapes} do not fit; make them [T, Nk, Dk] twice and [T, Nv, Dv], Nk dividing Nv")
-    tokens, heads, dim = value.shape
-    wanted = {"beta": (tokens, heads), "g": (tokens, heads), "gk": (tokens, heads, key.shape[2])}
-    wrong = [name for name, shape in wanted.items() if (x := given[name]) is not None and x.shape != shape]
-    if wrong or state.shape[1:] != (heads, dim, key.shape[2]):
-        raise ValueError(f"{shapes} do not fit; make beta and g [T, Nv], gk [T, Nv, Dk], states [., Nv, Dv, Dk]")
-    largest = {"heads": max(heads, key.shape[1]), "dims of a head": max(dim, key.shape[2])}
-    for (what, size), limit in zip(largest.items(), (MAX_DELTA_HEADS, MAX_DELTA_DIM), strict=True):
-        if size > limit:
-            raise ValueError(f"{shapes} have {size} {what}; at most {limit} are taken")
 
 
 OPERATORS = (

@@ -12,7 +12,7 @@ import torch
 
 from .grouped_quant_matmul import RoundedMatrices, multiply_int8, multiply_rounded
 from .int4 import PER_INT32
-from .numerics import DTYPES_BY_CODE, refuse_given, widened
+from .numerics import DTYPES_BY_CODE, widened
 from .registration import Operator
 
 _WHOLE = (torch.int8, torch.int32)
@@ -22,20 +22,15 @@ _WHOLE = (torch.int8, torch.int32)
 def npu_grouped_matmul(
     x: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    scale: Sequence[torch.Tensor] | None = None,
-    per_token_scale: Sequence[torch.Tensor] | None = None,
-    antiquant_scale: Sequence[torch.Tensor] | None = None,
-    antiquant_offset: Sequence[torch.Tensor] | None = None,
-    group_list: torch.Tensor | None = None,
-    split_item: int | None = 0,
-    group_type: int | None = None,
-    group_list_type: int | None = 0,
-    act_type: int | None = 0,
-    output_dtype: int | None = None,
-    tuning_config: Sequence[int] | None = None,
-    **others: object,
+    bias: Sequence[torch.Tensor] | None,
+    scale: Sequence[torch.Tensor] | None,
+    per_token_scale: Sequence[torch.Tensor] | None,
+    antiquant_scale: Sequence[torch.Tensor] | None,
+    antiquant_offset: Sequence[torch.Tensor] | None,
+    group_list: torch.Tensor | None,
+    group_type: int | None,
+    group_list_type: int | None,
+    output_dtype: int | None,
 ) -> list[torch.Tensor]:
     """``x[rows of group g] @ weight[g] + bias[g]`` for every group of rows.
 
@@ -66,23 +61,15 @@ def npu_grouped_matmul(
         ValueError: shapes, dtypes or groups that do not fit.
         NotImplementedError: several inputs or results, groups along K, other quantizations, activations.
     """
-    is_int8 = len(x) == 1 and x[0].dtype is torch.int8
+    rows = _only_input(x, weight, group_type, (scale, per_token_scale), (antiquant_scale, antiquant_offset))
+    is_int8 = rows.dtype is torch.int8
     whole = is_int8 or (bool(weight) and weight[0].dtype in _WHOLE)
-    if is_int8 or not whole:
-        others = {**others, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
-    if not is_int8:
-        others = {**others, "scale": scale, "per_token_scale": per_token_scale}
-    rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
     if whole:
-        if len(weight) != 1 or weight[0].dim() != 3 or rows.dim() != 2 or weight[0].shape[1] != rows.shape[1]:
-            raise ValueError(
-                f"x is {tuple(rows.shape)} and weight {[tuple(w.shape) for w in weight]}; [M, K], [E, K, N]"
-            )
         rounded = RoundedMatrices(weight[0], group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
         dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE.get(output_dtype)
         if is_int8:
             return [multiply_int8(rows, rounded, scale, per_token_scale, bias, dtype)]
-        return [multiply_rounded(rows, rounded, antiquant_scale, antiquant_offset, bias, dtype)]
+        return [multiply_rounded(rows, rounded, antiquant_scale, antiquant_offset, bias)]
     matrices = list(weight[0]) if len(weight) == 1 and weight[0].dim() == 3 else list(weight)
     if rows.dim() != 2 or any(w.dim() != 2 or w.shape != (rows.shape[1], matrices[0].shape[1]) for w in matrices):
         raise ValueError(
@@ -133,31 +120,30 @@ def group_ends(group_list: torch.Tensor | None, group_list_type: int | None, gro
 def _only_input(
     x: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
-    split_item: int | None,
     group_type: int | None,
-    group_list_type: int | None,
-    act_type: int | None,
-    others: dict[str, object],
+    of_int8: tuple[object, object],
+    of_floats: tuple[object, object],
 ) -> torch.Tensor:
     """The one tensor of ``x``, of a call that the CPU kernel can make.
+
+    Args:
+        of_int8: scale and per_token_scale.
+        of_floats: antiquant_scale and antiquant_offset.
 
     Raises:
         ValueError: no ``group_type``.
         NotImplementedError: a call of another kind.
     """
-    refuse_given(
-        "npu_grouped_matmul",
-        split_item=None if split_item in (2, 3) else split_item,
-        group_type=None if group_type == 0 else group_type,
-        group_list_type=None if group_list_type in (0, 1) else group_list_type,
-        act_type=act_type or None,
-        **others,
-    )
     if group_type is None:
         raise ValueError("group_type is None; with a group_list tensor it must be 0")
     if len(x) != 1:
         raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
     rows = x[0]
+    whole = bool(weight) and weight[0].dtype in _WHOLE
+    if of_int8 != (None, None) and rows.dtype is not torch.int8:
+        raise NotImplementedError(f"x has dtype {rows.dtype}; scale and per_token_scale are for int8")
+    if of_floats != (None, None) and (rows.dtype is torch.int8 or not whole):
+        raise NotImplementedError("antiquant_scale and antiquant_offset are for floats by whole numbers")
     takes = (*_WHOLE, rows.dtype) if rows.is_floating_point() else _WHOLE if rows.dtype is torch.int8 else ()
     if any(w.dtype not in takes for w in weight):
         raise NotImplementedError(
@@ -170,29 +156,25 @@ def _only_input(
 def _grouped_matmul_fake(
     x: Sequence[torch.Tensor],
     weight: Sequence[torch.Tensor],
-    *,
-    bias: Sequence[torch.Tensor] | None = None,
-    scale: Sequence[torch.Tensor] | None = None,
-    per_token_scale: Sequence[torch.Tensor] | None = None,
-    antiquant_scale: Sequence[torch.Tensor] | None = None,
-    antiquant_offset: Sequence[torch.Tensor] | None = None,
-    group_list: torch.Tensor | None = None,
-    split_item: int | None = 0,
-    group_type: int | None = None,
-    group_list_type: int | None = 0,
-    act_type: int | None = 0,
-    output_dtype: int | None = None,
-    tuning_config: Sequence[int] | None = None,
-    **others: object,
+    scale: Sequence[torch.Tensor] | None,
+    per_token_scale: Sequence[torch.Tensor] | None,
+    antiquant_scale: Sequence[torch.Tensor] | None,
+    antiquant_offset: Sequence[torch.Tensor] | None,
+    group_type: int | None,
+    output_dtype: int | None,
 ) -> list[torch.Tensor]:
-    if len(x) == 1 and x[0].dtype is not torch.int8:
-        others = {**others, "scale": scale, "per_token_scale": per_token_scale}
-    if not weight or weight[0].dtype not in _WHOLE or x[0].dtype is torch.int8:
-        others = {**others, "antiquant_scale": antiquant_scale, "antiquant_offset": antiquant_offset}
-    rows = _only_input(x, weight, split_item, group_type, group_list_type, act_type, others)
+    rows = _only_input(x, weight, group_type, (scale, per_token_scale), (antiquant_scale, antiquant_offset))
     dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE[output_dtype]
     outputs = weight[0].shape[-1] * (PER_INT32 if weight[0].dtype is torch.int32 else 1)
     return [rows.new_empty((rows.shape[0], outputs), dtype=dtype)]
 
 
-OPERATORS = (Operator("npu_grouped_matmul", npu_grouped_matmul, _grouped_matmul_fake),)
+OPERATORS = (
+    Operator(
+        "npu_grouped_matmul",
+        npu_grouped_matmul,
+        _grouped_matmul_fake,
+        takes={"split_item": (2, 3), "group_type": (None, 0), "group_list_type": (0, 1)},
+        ignores=["tuning_config"],
+    ),
+)

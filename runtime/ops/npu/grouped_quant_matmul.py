@@ -13,10 +13,8 @@ import torch
 
 from .int4 import PER_INT32, unpack_int4
 from .numerics import float_of_bits, widened
-from .quant_matmul import INT4_GROUP, product_of_groups, whole_product
+from .quant_matmul import product_of_groups, whole_product
 
-MAX_INT4_INPUTS = 18432
-"""Of K beside int8 rows and matrices of 4 bits."""
 _RESULTS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -64,33 +62,11 @@ def multiply_int8(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: results of int8 or int32, or no scales.
     """
-    if result not in _RESULTS or scale is None or per_token_scale is None:
-        raise NotImplementedError(
-            f"output_dtype is {result}; the CPU kernel makes bf16, fp16 and fp32 of int8, with scale and "
-            "per_token_scale"
-        )
+    if result not in _RESULTS:
+        raise NotImplementedError(f"output_dtype is {result}; the CPU kernel makes bf16, fp16 and fp32 of int8")
+    assert scale is not None and per_token_scale is not None
     (scales,), (of_rows,) = scale, per_token_scale
-    experts, inputs, outputs = matrices.sizes
-    sizes: tuple[int, ...] = (experts, outputs)
-    if matrices.is_int4:
-        in_groups = scales.dim() == 3 and scales.shape[1] != 1
-        if in_groups and inputs % INT4_GROUP:
-            raise ValueError(f"weight has {inputs} inputs; a multiple of {INT4_GROUP} has scales for groups")
-        sizes = (experts, inputs // INT4_GROUP if in_groups else 1, outputs)
-    wanted = torch.bfloat16 if result is torch.bfloat16 else torch.float32
-    wanted = torch.int64 if matrices.is_int4 else wanted
-    if scales.shape != sizes or scales.dtype is not wanted:
-        raise ValueError(f"scale is {scales.dtype} {tuple(scales.shape)}; {wanted} {sizes} is needed")
-    if of_rows.shape != rows.shape[:1] or of_rows.dtype is not torch.float32:
-        raise ValueError(f"per_token_scale is {of_rows.dtype} {tuple(of_rows.shape)}; fp32 [{len(rows)}] is needed")
-    of_bias = torch.float32 if matrices.is_int4 else torch.int32
-    if bias is None and matrices.is_int4:
-        raise ValueError("bias is None; beside 4 bits it is 8 times the sum of the weights of each output")
-    if bias is not None and (bias[0].dtype is not of_bias or bias[0].shape != (experts, outputs)):
-        raise ValueError(f"bias is {bias[0].dtype} {tuple(bias[0].shape)}; {of_bias} {(experts, outputs)} is needed")
-    if matrices.is_int4 and inputs > MAX_INT4_INPUTS:
-        raise ValueError(f"weight has {inputs} inputs; at most {MAX_INT4_INPUTS} beside 4 bits")
-    found = torch.zeros(len(rows), outputs)
+    found = torch.zeros(len(rows), matrices.sizes[2])
     for group, at, matrix in matrices.groups():
         if matrices.is_int4:
             assert bias is not None
@@ -110,33 +86,19 @@ def multiply_rounded(
     scale: Sequence[torch.Tensor] | None,
     offset: Sequence[torch.Tensor] | None,
     bias: Sequence[torch.Tensor] | None,
-    result: torch.dtype | None,
 ) -> torch.Tensor:
     """Products of rows of floats and rounded matrices, in fp32, rounded once; see ``npu_grouped_matmul``.
 
     Raises:
         ValueError: shapes, dtypes or groups that do not fit, or no scale or offset.
     """
-    if scale is None or offset is None:
-        raise ValueError("antiquant_scale and antiquant_offset are needed beside matrices of whole numbers")
-    if result is not rows.dtype:
-        raise ValueError(f"output_dtype is {result}; {rows.dtype}, that of x, is needed")
+    assert scale is not None and offset is not None
     (scales,), (offsets,) = scale, offset
-    experts, inputs, outputs = matrices.sizes
-    groups = scales.shape[1] if scales.dim() == 3 and matrices.is_int4 else 0
-    sizes: tuple[int, ...] = (experts, groups, outputs) if groups else (experts, outputs)
-    for name, given in (("antiquant_scale", scales), ("antiquant_offset", offsets)):
-        if given.dtype is not rows.dtype or tuple(given.shape) != sizes:
-            raise ValueError(f"{name} is {given.dtype} {tuple(given.shape)}; {rows.dtype} {sizes} is needed")
-    if groups and inputs % groups:
-        raise ValueError(f"antiquant_scale has {groups} groups, which do not divide {inputs} inputs")
-    wanted = torch.float32 if rows.dtype is torch.bfloat16 else rows.dtype
-    if bias is not None and (bias[0].dtype is not wanted or bias[0].shape != (experts, outputs)):
-        raise ValueError(f"bias is {bias[0].dtype} {tuple(bias[0].shape)}; {wanted} {(experts, outputs)} is needed")
+    groups, outputs = scales.shape[1] if scales.dim() == 3 else 1, scales.shape[-1]
     wide = widened(rows)
     found = wide.new_zeros((len(rows), outputs))
     for group, at, matrix in matrices.groups():
-        numbers = matrix.to(wide.dtype).unflatten(0, (groups or 1, -1))
+        numbers = matrix.to(wide.dtype).unflatten(0, (groups, -1))
         of_outputs, added = (table[group].to(wide.dtype).view(-1, 1, outputs) for table in (scales, offsets))
         found[at] = wide[at] @ ((numbers + added) * of_outputs).flatten(0, 1)
         if bias is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import nz_width, refuse_given
+from .numerics import nz_width
 from .registration import Operator
 
 
@@ -18,11 +18,7 @@ def npu_scatter_pa_kv_cache(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    *,
-    compress_lens: torch.Tensor | None = None,
-    compress_seq_offsets: torch.Tensor | None = None,
-    seq_lens: torch.Tensor | None = None,
-    cache_mode: str | None = "PA_NZ",
+    cache_mode: str | None,
 ) -> None:
     """Write token ``t`` into slot ``slot_mapping[t]`` of two paged caches: block ``slot // bs``, row ``slot % bs``.
 
@@ -38,19 +34,6 @@ def npu_scatter_pa_kv_cache(
         ValueError: shapes or dtypes that do not fit, a slot behind the cache, a slot twice.
         NotImplementedError: the compressed write.
     """
-    refuse_given(
-        "npu_scatter_pa_kv_cache",
-        compress_lens=compress_lens,
-        compress_seq_offsets=compress_seq_offsets,
-        seq_lens=seq_lens,
-    )
-    if cache_mode not in (None, "Norm", "PA_NZ"):
-        raise ValueError(f"cache_mode is {cache_mode!r}; it must be 'Norm' or 'PA_NZ'")
-    if key.shape[:2] != value.shape[:2] or key.dtype is not value.dtype:
-        raise ValueError(
-            f"key has shape {tuple(key.shape)} and dtype {key.dtype}, value {tuple(value.shape)} and {value.dtype}; "
-            "they must be [T, heads, D] of the same dtype, as many tokens and as many heads"
-        )
     for name, tokens, cache in (("key", key, key_cache), ("value", value, value_cache)):
         write_slots(name, tokens, cache, slot_mapping, cache_mode == "PA_NZ")
 
@@ -107,7 +90,7 @@ def write_latent(name: str, tokens: torch.Tensor, cache: torch.Tensor, slots: to
     write_slots(name, tokens, cache, slots, nz)
 
 
-def _scatter_pa_fake(*args: object, **kwargs: object) -> None:
+def _scatter_pa_fake() -> None:
     return None
 
 
@@ -137,7 +120,7 @@ def npu_scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: 
     return input
 
 
-def _return_input(input: torch.Tensor, *args: object) -> torch.Tensor:
+def _return_input(input: torch.Tensor) -> torch.Tensor:
     return input
 
 

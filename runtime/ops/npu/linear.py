@@ -10,17 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from .numerics import check_floating, refuse_given, widened
+from .numerics import widened
 from .registration import Operator
 
 aten = torch.ops.aten
 
-PRODUCT_MULTIPLE, MAX_PRODUCT_DIM = 16, 65535
-"""Sizes of npu_transpose_batchmatmul."""
 _AS_STORED, _ROWS_FIRST = (0, 1, 2), (1, 0, 2)
 
 
-def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """``input @ weightᵀ + bias``.
 
     Args:
@@ -34,31 +32,20 @@ def npu_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
     Raises:
         ValueError: tensors of another rank, sizes or dtypes that do not fit.
     """
-    check_floating(input=input)
-    if input.dim() != 2 or weight.dim() != 2 or input.shape[1] != weight.shape[1]:
-        raise ValueError(f"input {tuple(input.shape)} and weight {tuple(weight.shape)} must be [M, K] and [N, K]")
-    if weight.dtype is not input.dtype or (bias is not None and bias.dtype is not input.dtype):
-        given = "" if bias is None else f", bias {bias.dtype}"
-        raise ValueError(f"input is {input.dtype}, weight {weight.dtype}{given}; they must have one dtype")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; it must be [{len(weight)}], the rows of weight")
     return aten.linear(input, weight, bias)
 
 
-def _fake(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _fake(input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape[0], weight.shape[0])
 
 
 def npu_transpose_batchmatmul(
     input: torch.Tensor,
     weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    perm_x1: Sequence[int] | None = None,
-    perm_x2: Sequence[int] | None = None,
-    perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
+    perm_x1: Sequence[int] | None,
+    perm_x2: Sequence[int] | None,
+    perm_y: Sequence[int] | None,
+    batch_split_factor: int | None,
 ) -> torch.Tensor:
     """One matrix product for each entry of a batch, and the turns before and behind it, in one launch.
 
@@ -79,34 +66,10 @@ def npu_transpose_batchmatmul(
         ValueError: tensors of another rank, sizes that do not fit, other permutations.
         NotImplementedError: a bias, a scale (whose result is int8).
     """
-    refuse_given("npu_transpose_batchmatmul", bias=bias, scale=scale)
-    turn = _turn_of_input(perm_x1, perm_x2, perm_y)
-    if input.dim() != 3 or weight.dim() != 3 or input.dtype is not weight.dtype:
-        raise ValueError(
-            f"input {tuple(input.shape)} of {input.dtype} and weight {tuple(weight.shape)} of {weight.dtype} must "
-            "have 3 dims and one dtype"
-        )
-    rows = input.permute(turn)
-    if rows.shape[0] != weight.shape[0] or rows.shape[2] != weight.shape[1]:
-        raise ValueError(
-            f"input, turned to {tuple(rows.shape)}, and weight {tuple(weight.shape)} must be [B, M, K] and [B, K, N]"
-        )
-    batch, features, columns = weight.shape
-    if features % PRODUCT_MULTIPLE or columns % PRODUCT_MULTIPLE:
-        raise ValueError(
-            f"weight is {tuple(weight.shape)}; its last two dims must be multiples of {PRODUCT_MULTIPLE}"
-        )
-    row = batch * features if turn == _ROWS_FIRST else features
-    if max(batch, columns, row) > MAX_PRODUCT_DIM:
-        raise ValueError(
-            f"weight is {tuple(weight.shape)} and a row of the input has {row} entries; all of them at most "
-            f"{MAX_PRODUCT_DIM}"
-        )
+    rows = input.permute(_turn_of_input(perm_x1, perm_x2, perm_y))
     product = torch.bmm(widened(rows), widened(weight)).to(input.dtype).transpose(0, 1)
     parts = batch_split_factor or 1
     if parts > 1:
-        if product.shape[1] * product.shape[2] % parts:
-            raise ValueError(f"batch_split_factor={parts} does not divide {product.shape[1]} * {product.shape[2]}")
         product = product.reshape(len(product), parts, -1).transpose(0, 1)
     return product.contiguous()
 
@@ -125,15 +88,11 @@ def _turn_of_input(
 def _transpose_batchmatmul_fake(
     input: torch.Tensor,
     weight: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scale: torch.Tensor | None = None,
-    perm_x1: Sequence[int] | None = None,
-    perm_x2: Sequence[int] | None = None,
-    perm_y: Sequence[int] | None = None,
-    batch_split_factor: int | None = 1,
+    perm_x1: Sequence[int] | None,
+    perm_x2: Sequence[int] | None,
+    perm_y: Sequence[int] | None,
+    batch_split_factor: int | None,
 ) -> torch.Tensor:
-    refuse_given("npu_transpose_batchmatmul", bias=bias, scale=scale)
     turn = _turn_of_input(perm_x1, perm_x2, perm_y)
     batch, rows = (input.shape[turn[i]] for i in (0, 1))
     parts = batch_split_factor or 1

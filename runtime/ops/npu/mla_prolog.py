@@ -11,7 +11,7 @@ import torch
 
 from .kv_cache import write_latent
 from .norm import rms_normed
-from .numerics import refuse_given, widened
+from .numerics import widened
 from .registration import Operator
 from .rope import deinterleaved, rotated
 
@@ -31,21 +31,13 @@ def npu_mla_prolog_v3(
     rope_cos: torch.Tensor,
     kv_cache: torch.Tensor,
     kr_cache: torch.Tensor,
-    *,
-    cache_index: torch.Tensor | None = None,
-    rmsnorm_epsilon_cq: float = 1e-5,
-    rmsnorm_epsilon_ckv: float = 1e-5,
-    cache_mode: str = "PA_BSND",
-    query_norm_flag: bool = False,
-    weight_quant_mode: int = 0,
-    kv_cache_quant_mode: int = 0,
-    query_quant_mode: int = 0,
-    ckvkr_repo_mode: int = 0,
-    quant_scale_repo_mode: int = 0,
-    tile_size: int = 128,
-    qc_qr_scale: float = 1.0,
-    kc_scale: float = 1.0,
-    **others: object,
+    cache_index: torch.Tensor | None,
+    rmsnorm_epsilon_cq: float,
+    rmsnorm_epsilon_ckv: float,
+    cache_mode: str,
+    query_norm_flag: bool,
+    qc_qr_scale: float,
+    kc_scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Everything in MLA before the attention, from the hidden states to absorbed queries and the latent cache.
 
@@ -73,26 +65,10 @@ def npu_mla_prolog_v3(
         ValueError: shapes, dtypes or slots that do not fit.
         NotImplementedError: quantized variants, other cache modes.
     """
-    refuse_given(
-        "npu_mla_prolog_v3",
-        weight_quant_mode=weight_quant_mode or None,
-        kv_cache_quant_mode=kv_cache_quant_mode or None,
-        query_quant_mode=query_quant_mode or None,
-        ckvkr_repo_mode=ckvkr_repo_mode or None,
-        quant_scale_repo_mode=quant_scale_repo_mode or None,
-        **others,
-    )
-    if cache_mode not in _CACHE_MODES:
-        raise NotImplementedError(f"cache_mode is {cache_mode!r}; the CPU kernel knows {', '.join(_CACHE_MODES)}")
     heads, _, latent_dim = weight_uk.shape
     rope_dim = rope_sin.shape[-1]
     leading = token_x.shape[:-1]
-    _check_mla(token_x, weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache)
-    if cache_index is None or cache_index.shape != leading:
-        raise ValueError(
-            f"cache_index has shape {None if cache_index is None else tuple(cache_index.shape)}; with cache_mode "
-            f"{cache_mode!r} there is one slot for each token, {tuple(leading)}"
-        )
+    assert cache_index is not None
     dtype, tokens = token_x.dtype, token_x.flatten(0, -2)
     sin, cos = rope_sin.reshape(-1, rope_dim), rope_cos.reshape(-1, rope_dim)
 
@@ -124,35 +100,6 @@ def npu_mla_prolog_v3(
     )
 
 
-def _check_mla(token_x: torch.Tensor, *others: torch.Tensor) -> None:
-    weight_dq, weight_uq_qr, weight_uk, weight_dkv_kr, rope_sin, rope_cos, kv_cache, kr_cache = others
-    dtypes = {tensor.dtype for tensor in (token_x, *others)}
-    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float32, torch.float64}:
-        raise ValueError(
-            "token_x, the weights, the tables and the caches must all be bfloat16 (or, for comparisons, all fp32 or "
-            "fp64); quantized ones have no CPU kernel"
-        )
-    heads, content_dim, latent_dim = weight_uk.shape
-    rope_dim = rope_sin.shape[-1]
-    hidden, compressed = weight_dq.shape
-    fits = (
-        token_x.dim() in (2, 3)
-        and token_x.shape[-1] == hidden
-        and weight_uq_qr.shape == (compressed, heads * (content_dim + rope_dim))
-        and weight_dkv_kr.shape == (hidden, latent_dim + rope_dim)
-        and rope_sin.shape == rope_cos.shape == (*token_x.shape[:-1], rope_dim)
-        and kv_cache.shape[2:] == (1, latent_dim)
-        and kr_cache.shape == (*kv_cache.shape[:3], rope_dim)
-    )
-    if not fits:
-        raise ValueError(
-            f"shapes do not fit: token_x {tuple(token_x.shape)}, weight_dq {tuple(weight_dq.shape)}, weight_uq_qr "
-            f"{tuple(weight_uq_qr.shape)}, weight_uk {tuple(weight_uk.shape)}, weight_dkv_kr "
-            f"{tuple(weight_dkv_kr.shape)}, rope_sin {tuple(rope_sin.shape)}, rope_cos {tuple(rope_cos.shape)}, "
-            f"kv_cache {tuple(kv_cache.shape)}, kr_cache {tuple(kr_cache.shape)}"
-        )
-
-
 def _unused_size() -> int:
     # CANN from 8.5 on has empty placeholders; torch_npu's meta function asks for the version, so this must agree.
     torch_npu = sys.modules.get("torch_npu")
@@ -166,19 +113,9 @@ def _mla_fake(
     weight_dq: torch.Tensor,
     weight_uq_qr: torch.Tensor,
     weight_uk: torch.Tensor,
-    weight_dkv_kr: torch.Tensor,
-    rmsnorm_gamma_cq: torch.Tensor,
-    rmsnorm_gamma_ckv: torch.Tensor,
     rope_sin: torch.Tensor,
-    rope_cos: torch.Tensor,
-    kv_cache: torch.Tensor,
-    kr_cache: torch.Tensor,
-    *,
-    query_norm_flag: bool = False,
-    weight_quant_mode: int = 0,
-    **_: object,
+    query_norm_flag: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    refuse_given("npu_mla_prolog_v3", weight_quant_mode=weight_quant_mode or None)
     leading = token_x.shape[:-1]
     unused = [_unused_size()]
     return (
@@ -190,4 +127,13 @@ def _mla_fake(
     )
 
 
-OPERATORS = (Operator("npu_mla_prolog_v3", npu_mla_prolog_v3, _mla_fake, "npu_mla_prolog_v3_functional"),)
+OPERATORS = (
+    Operator(
+        "npu_mla_prolog_v3",
+        npu_mla_prolog_v3,
+        _mla_fake,
+        "npu_mla_prolog_v3_functional",
+        takes={"cache_mode": tuple(_CACHE_MODES)},
+        ignores=["tile_size"],
+    ),
+)

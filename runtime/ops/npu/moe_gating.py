@@ -7,30 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import refuse_given
 from .registration import Operator
-
-MAX_CHOSEN_EXPERTS = 1024
-"""k of npu_moe_gating_top_k_softmax."""
-MAX_GATED_EXPERTS = 2048
-"""E of npu_moe_gating_top_k, and of its groups filled up to multiples of 32."""
 
 
 def npu_moe_gating_top_k(
     x: torch.Tensor,
     k: int,
-    *,
-    bias: torch.Tensor | None = None,
-    input_ids: torch.Tensor | None = None,
-    tid2eid: torch.Tensor | None = None,
-    k_group: int = 1,
-    group_count: int = 1,
-    group_select_mode: int = 0,
-    renorm: int = 0,
-    norm_type: int = 0,
-    out_flag: bool = False,
-    routed_scaling_factor: float = 1.0,
-    eps: float = 1e-20,
+    bias: torch.Tensor | None,
+    k_group: int,
+    group_count: int,
+    group_select_mode: int,
+    norm_type: int,
+    out_flag: bool,
+    routed_scaling_factor: float,
+    eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scores, groups and picks experts (DeepSeek-V3).
 
@@ -51,29 +41,6 @@ def npu_moe_gating_top_k(
         ValueError: arguments that the document forbids.
         NotImplementedError: hash routing.
     """
-    refuse_given("npu_moe_gating_top_k", input_ids=input_ids, tid2eid=tid2eid)
-    if x.dim() != 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [tokens, experts]")
-    experts = x.shape[1]
-    if bias is not None and (bias.shape != (experts,) or bias.dtype is not x.dtype):
-        raise ValueError(
-            f"bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; it must be [{experts}], {x.dtype}"
-        )
-    if renorm != 0 or norm_type not in (0, 1) or group_select_mode not in (0, 1):
-        raise ValueError(
-            f"renorm is {renorm}, norm_type {norm_type}, group_select_mode {group_select_mode}; the first must be 0, "
-            "the others 0 or 1"
-        )
-    if group_count < 1 or experts % group_count or experts // group_count <= 2:
-        raise ValueError(f"group_count is {group_count}; groups of {experts} experts must be equal and larger than 2")
-    filled = -(-experts // group_count // 32) * 32 * group_count
-    if max(experts, filled) > MAX_GATED_EXPERTS:
-        raise ValueError(
-            f"x has {experts} experts in {group_count} groups; they, and the groups filled up to multiples of 32, "
-            f"are at most {MAX_GATED_EXPERTS}"
-        )
-    if not 1 <= k_group <= group_count or not 1 <= k <= experts // group_count * k_group:
-        raise ValueError(f"k is {k} and k_group {k_group}; there are {group_count} groups and {experts} experts")
     logits = x.float()
     scores = logits.softmax(-1) if norm_type == 0 else logits.sigmoid()
     ranked = scores if bias is None else scores + bias.float()
@@ -91,9 +58,7 @@ def npu_moe_gating_top_k(
     return weights, chosen.int(), scores if out_flag else torch.full_like(scores, float("nan"))
 
 
-def npu_moe_gating_top_k_softmax(
-    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def npu_moe_gating_top_k_softmax(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
 
     Experts are ranked by the fp32 softmax. Of fp16 logits a device ranks it rounded to fp16 (so that near-equal
@@ -111,12 +76,6 @@ def npu_moe_gating_top_k_softmax(
         ValueError: ``x`` or ``k`` out of range.
         NotImplementedError: finished rows.
     """
-    refuse_given("npu_moe_gating_top_k_softmax", finished=finished)
-    if x.dim() not in (2, 3) or not 0 < k <= min(x.shape[-1], MAX_CHOSEN_EXPERTS):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} and k is {k}; give 2 or 3 dims and k of "
-            f"{min(x.shape[-1], MAX_CHOSEN_EXPERTS)} at most"
-        )
     scores = x.float().softmax(-1)
     experts = x.shape[-1]
     if x.dtype is torch.float16 and experts >= 8 and (k > 8 or experts > 1024 or experts % 8):
@@ -132,14 +91,12 @@ def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     return values.sort(stable=True, dim=-1, descending=True).indices[..., :count]
 
 
-def _gating_fake(x: torch.Tensor, k: int, **_: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gating_fake(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (x.shape[0], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(x.shape, dtype=torch.float32)
 
 
-def _gating_softmax_fake(
-    x: torch.Tensor, finished: torch.Tensor | None = None, k: int = 1
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _gating_softmax_fake(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], k)
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)
 

@@ -14,32 +14,22 @@ from collections.abc import Sequence
 
 import torch
 
-from .numerics import refuse_given, widened
+from .numerics import widened
 from .quantize import rows_to_int8
 from .registration import Operator
-
-MAX_EXPERTS, MAX_EXPERTS_IN_PAIRS = 10240, 5120
-"""Of npu_moe_init_routing_v2; the second where it counts in pairs (expert_tokens_num_type 2)."""
-MAX_UNPERMUTED_CHOICES = 512
-"""Rows that npu_moe_token_unpermute adds to one token at most."""
 
 
 def npu_moe_init_routing_v2(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
-    *,
-    scale: torch.Tensor | None = None,
-    offset: torch.Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    active_expert_range: Sequence[int] = (),
-    row_idx_type: int = 0,
-    x_dtype: int | None = None,
+    scale: torch.Tensor | None,
+    active_num: int,
+    expert_num: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    active_expert_range: Sequence[int],
+    row_idx_type: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sorts the tokens' choices by expert (stable) and copies each token to the places of its experts.
 
@@ -66,32 +56,11 @@ def npu_moe_init_routing_v2(
         ValueError: shapes, dtypes or ranges that do not fit.
         NotImplementedError: drop_pad_mode 1, other quantizations, fewer active rows than there are.
     """
-    refuse_given(
-        "npu_moe_init_routing_v2",
-        offset=offset,
-        drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
-        scale=scale if quant_mode == 1 else None,
-        active_num=active_num if 0 < active_num < expert_idx.numel() else None,
-        x_dtype=x_dtype,
-    )
-    if x.dim() != 2 or expert_idx.dim() != 2 or len(x) != len(expert_idx) or expert_idx.dtype is not torch.int32:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, expert_idx {tuple(expert_idx.shape)} and dtype {expert_idx.dtype}; they "
-            "must be [T, H] and int32 [T, K]"
+    if (quant_mode == 1 and scale is not None) or 0 < active_num < expert_idx.numel():
+        raise NotImplementedError(
+            "the CPU kernel of npu::npu_moe_init_routing_v2 does not implement scale with quant_mode 1, nor an "
+            f"active_num below {expert_idx.numel()}; leave them at their defaults"
         )
-    if expert_num <= 0 or expert_tokens_num_type not in (0, 1, 2) or row_idx_type not in (0, 1):
-        raise ValueError(
-            f"expert_num is {expert_num}, expert_tokens_num_type {expert_tokens_num_type}, row_idx_type "
-            f"{row_idx_type}; give the number of experts, 0 to 2, and 0 or 1"
-        )
-    most = MAX_EXPERTS_IN_PAIRS if expert_tokens_num_type == 2 else MAX_EXPERTS
-    if expert_num > most:
-        raise ValueError(
-            f"expert_num is {expert_num}; with expert_tokens_num_type {expert_tokens_num_type} it is at most {most}"
-        )
-    if scale is not None and (scale.shape != x.shape[:1] or scale.dtype is not torch.float32):
-        raise ValueError(f"scale has shape {tuple(scale.shape)} and dtype {scale.dtype}; it must be fp32 [{len(x)}]")
     first, end = active_expert_range if len(active_expert_range) else (0, expert_num)
     choices = expert_idx.flatten().long()
     if not 0 <= first < end <= expert_num or (
@@ -144,8 +113,8 @@ def npu_moe_finalize_routing(
     scales: torch.Tensor | None,
     expanded_src_to_dst_row: torch.Tensor,
     export_for_source_row: torch.Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
+    drop_pad_mode: int | None,
+    k: int | None,
 ) -> torch.Tensor:
     """``out[i] = skip1[i] + skip2[i] + Σ_k scales[i, k] · (rows[map(i, k)] + bias[expert(i, k)])``.
 
@@ -166,8 +135,6 @@ def npu_moe_finalize_routing(
         ValueError: arguments that do not fit.
     """
     rows = expanded_permuted_rows
-    if drop_pad_mode not in (0, 1, 2, 3):
-        raise ValueError(f"drop_pad_mode is {drop_pad_mode}; it must be 0, 1, 2 or 3")
     padded = drop_pad_mode in (1, 3)
     places = expanded_src_to_dst_row
     choices = scales.shape[1] if scales is not None else int(k or 1)
@@ -178,13 +145,6 @@ def npu_moe_finalize_routing(
             f"and dtype {places.dtype}; with drop_pad_mode {drop_pad_mode} and {choices} experts a token they must "
             f"be {'[E, C, H]' if padded else '[T*K, H]'} and int32 [T*K]"
         )
-    if skip1 is None and skip2 is not None:
-        raise ValueError("skip2 is given without skip1; pass it as skip1")
-    if bias is not None and export_for_source_row is None:
-        raise ValueError("bias is given without export_for_source_row; pass the experts of each token")
-    for name, given in (("skip1", skip1), ("skip2", skip2), ("bias", bias), ("scales", scales)):
-        if given is not None and given.dtype is not rows.dtype:
-            raise ValueError(f"{name} has dtype {given.dtype}; convert it to {rows.dtype}, the dtype of the rows")
     flat = widened(rows.reshape(-1, rows.shape[-1]))
     order = (
         places.long().reshape(tokens, choices) if drop_pad_mode >= 2 else places.long().reshape(choices, tokens).t()
@@ -207,11 +167,7 @@ def npu_moe_finalize_routing(
 
 
 def npu_moe_token_unpermute(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
+    permuted_tokens: torch.Tensor, sorted_indices: torch.Tensor, probs: torch.Tensor | None
 ) -> torch.Tensor:
     """``out[i] = Σ_k probs[i, k] · permuted_tokens[sorted_indices[i · K + k]]``.
 
@@ -228,21 +184,8 @@ def npu_moe_token_unpermute(
         ValueError: arguments that do not fit.
         NotImplementedError: ``padded_mode``, and ``restore_shape``, which only that mode reads.
     """
-    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
     rows, places = permuted_tokens, sorted_indices
-    if rows.dim() != 2 or places.shape != rows.shape[:1] or places.dtype is not torch.int32:
-        raise ValueError(
-            f"permuted_tokens has shape {tuple(rows.shape)}, sorted_indices {tuple(places.shape)} and dtype "
-            f"{places.dtype}; they must be [T*K, H] and int32 [T*K]"
-        )
-    choices = 1
-    if probs is not None:
-        choices = probs.shape[-1]
-        if probs.dim() != 2 or probs.numel() != len(rows) or choices > MAX_UNPERMUTED_CHOICES:
-            raise ValueError(
-                f"probs has shape {tuple(probs.shape)}; with {len(rows)} rows it must be [T, K] of as many entries, "
-                f"and K at most {MAX_UNPERMUTED_CHOICES}"
-            )
+    choices = 1 if probs is None else probs.shape[1]
     if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < len(rows):
         raise ValueError(
             f"sorted_indices lies in [{int(places.min())}, {int(places.max())}]; there are {len(rows)} rows"
@@ -262,21 +205,13 @@ def npu_moe_compute_expert_tokens(sorted_expert_for_source_row: torch.Tensor, nu
 def _init_routing_fake(
     x: torch.Tensor,
     expert_idx: torch.Tensor,
-    *,
-    active_num: int = -1,
-    expert_num: int = -1,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    drop_pad_mode: int = 0,
-    active_expert_range: Sequence[int] = (),
-    **_: object,
+    active_num: int,
+    expert_num: int,
+    expert_tokens_num_type: int,
+    expert_tokens_num_flag: bool,
+    quant_mode: int,
+    active_expert_range: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    refuse_given(
-        "npu_moe_init_routing_v2",
-        drop_pad_mode=drop_pad_mode or None,
-        quant_mode=None if quant_mode in (-1, 1) else quant_mode,
-    )
     choices = expert_idx.shape[0] * expert_idx.shape[1]
     rows = choices if active_num <= 0 else min(active_num, choices)
     counts: list[int] = []
@@ -294,27 +229,15 @@ def _init_routing_fake(
 
 def _finalize_fake(
     expanded_permuted_rows: torch.Tensor,
-    skip1: torch.Tensor | None,
-    skip2: torch.Tensor | None,
-    bias: torch.Tensor | None,
     scales: torch.Tensor | None,
     expanded_src_to_dst_row: torch.Tensor,
-    export_for_source_row: torch.Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
+    k: int | None,
 ) -> torch.Tensor:
     tokens = scales.shape[0] if scales is not None else expanded_src_to_dst_row.shape[0] // (k or 1)
     return expanded_permuted_rows.new_empty((tokens, expanded_permuted_rows.shape[-1]))
 
 
-def _unpermute_fake(
-    permuted_tokens: torch.Tensor,
-    sorted_indices: torch.Tensor,
-    probs: torch.Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
-) -> torch.Tensor:
-    refuse_given("npu_moe_token_unpermute", padded_mode=padded_mode or None, restore_shape=restore_shape)
+def _unpermute_fake(permuted_tokens: torch.Tensor, probs: torch.Tensor | None) -> torch.Tensor:
     tokens = permuted_tokens.shape[0] if probs is None else probs.shape[0]
     return permuted_tokens.new_empty((tokens, permuted_tokens.shape[1]))
 
@@ -324,7 +247,13 @@ def _expert_tokens_fake(sorted_expert_for_source_row: torch.Tensor, num_expert: 
 
 
 OPERATORS = (
-    Operator("npu_moe_init_routing_v2", npu_moe_init_routing_v2, _init_routing_fake),
+    Operator(
+        "npu_moe_init_routing_v2",
+        npu_moe_init_routing_v2,
+        _init_routing_fake,
+        takes={"quant_mode": (-1, 1)},
+        ignores=["expert_capacity"],
+    ),
     Operator("npu_moe_finalize_routing", npu_moe_finalize_routing, _finalize_fake),
     Operator("npu_moe_token_unpermute", npu_moe_token_unpermute, _unpermute_fake),
     Operator("npu_moe_compute_expert_tokens", npu_moe_compute_expert_tokens, _expert_tokens_fake),

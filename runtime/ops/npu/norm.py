@@ -8,11 +8,9 @@ has dims.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from .numerics import check_floating, refuse_given, rounded_to_int8, stored_like, widened
+from .numerics import rounded_to_int8, stored_like, widened
 from .quantize import rows_to_int8
 from .registration import Operator
 
@@ -22,9 +20,7 @@ def rms_normed(wide: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> torch
     return _rms_norm(wide, gamma, epsilon)[0] * widened(gamma)
 
 
-def npu_rms_norm(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """``y = input · rstd · gamma`` with ``rstd = 1 / √(mean(input²) + epsilon)`` over the dims of ``gamma``.
 
     Args:
@@ -34,22 +30,18 @@ def npu_rms_norm(
     Returns:
         ``y`` like ``input``, and ``rstd`` in fp32.
     """
-    _check_gamma("gamma", gamma, input, fp32_allowed=True)
     normed, rstd = _rms_norm(widened(input), gamma, epsilon)
     return stored_like(normed * widened(gamma), input), rstd
 
 
-def npu_gemma_rms_norm(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_gemma_rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`npu_rms_norm` with ``1 + gamma`` as scale."""
-    _check_gamma("gamma", gamma, input, fp32_allowed=True)
     normed, rstd = _rms_norm(widened(input), gamma, epsilon)
     return stored_like(normed * (1 + widened(gamma)), input), rstd
 
 
 def npu_add_rms_norm(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`npu_rms_norm` of ``x = x1 + x2``, which is rounded to its dtype first.
 
@@ -65,7 +57,7 @@ def npu_add_rms_norm(
 
 
 def npu_add_rms_norm_cast(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`npu_add_rms_norm` that returns ``(y in fp32, y, rstd, x)``; both ``y`` come from the unrounded value."""
     wide, normed, rstd, total = _add_rms_norm(x1, x2, gamma, epsilon)
@@ -73,13 +65,7 @@ def npu_add_rms_norm_cast(
 
 
 def npu_add_rms_norm_dynamic_quant(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    gamma: torch.Tensor,
-    *,
-    epsilon: float = 1e-6,
-    output_mask: Sequence[bool] | None = None,
-    **others: object,
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """The norm of ``x1 + x2`` in int8 with a scale per row, ``max / 127``; nothing is rounded before.
 
@@ -96,13 +82,6 @@ def npu_add_rms_norm_dynamic_quant(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: smoothing, a second result, a shift, other dtypes.
     """
-    refuse_given(
-        "npu_add_rms_norm_dynamic_quant",
-        output_mask=None if output_mask is None or list(output_mask) == [True, False] else output_mask,
-        **others,
-    )
-    _check_sum(x1, x2)
-    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
     total = widened(x1) + widened(x2)
     normed, _ = _rms_norm(total, gamma, epsilon)
     quantized, scale = rows_to_int8((normed * widened(gamma)).float())
@@ -116,14 +95,7 @@ def npu_add_rms_norm_quant(
     gamma: torch.Tensor,
     scales1: torch.Tensor,
     zero_points1: torch.Tensor | None,
-    beta: torch.Tensor | None = None,
-    scales2: torch.Tensor | None = None,
-    zero_points2: torch.Tensor | None = None,
-    *,
-    axis: int = -1,
-    epsilon: float = 1e-6,
-    div_mode: bool = True,
-    dst_type: int | None = None,
+    epsilon: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The norm of ``x1 + x2`` in int8, ``rint(y / scales1 + zero_points1)`` clamped; nothing is rounded before.
 
@@ -141,20 +113,6 @@ def npu_add_rms_norm_quant(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: a second result, a shift, another axis, products with scales, other dtypes.
     """
-    refuse_given(
-        "npu_add_rms_norm_quant",
-        beta=beta,
-        scales2=scales2,
-        zero_points2=zero_points2,
-        axis=None if axis == -1 else axis,
-        div_mode=None if div_mode else div_mode,
-        dst_type=None if dst_type in (None, 1) else dst_type,
-    )
-    _check_sum(x1, x2)
-    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
-    for name, table in (("scales1", scales1), ("zero_points1", zero_points1)):
-        if table is not None and table.shape != gamma.shape:
-            raise ValueError(f"{name} has shape {tuple(table.shape)}; it must be that of gamma, {tuple(gamma.shape)}")
     total = widened(x1) + widened(x2)
     value = _rms_norm(total, gamma, epsilon)[0] * widened(gamma) / widened(scales1)
     if zero_points1 is not None:
@@ -168,8 +126,8 @@ def npu_add_layer_norm(
     x2: torch.Tensor,
     gamma: torch.Tensor,
     beta: torch.Tensor,
-    epsilon: float = 1e-5,
-    additional_output: bool = False,
+    epsilon: float,
+    additional_output: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Layer norm of ``x = x1 + x2`` over the dims of ``gamma``: ``(x - mean) · rstd · gamma + beta``.
 
@@ -186,11 +144,7 @@ def npu_add_layer_norm(
         ValueError: shapes or dtypes that do not fit.
     """
     dtype = torch.promote_types(x1.dtype, x2.dtype)
-    mixed = x1.dtype is not x2.dtype and dtype is torch.float32 and torch.float32 in (x1.dtype, x2.dtype)
-    _check_sum(x1.to(dtype) if mixed else x1, x2.to(dtype) if mixed else x2)
     total = stored_like(x1 + x2, x1, dtype)
-    _check_gamma("gamma", gamma, total, fp32_allowed=True)
-    _check_gamma("beta", beta, total, fp32_allowed=True)
     wide = widened(total)
     dims = tuple(range(-gamma.dim(), 0))
     mean = wide.mean(dims, keepdim=True)
@@ -209,31 +163,10 @@ def _rms_norm(wide: torch.Tensor, gamma: torch.Tensor, epsilon: float) -> tuple[
 def _add_rms_norm(
     x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    _check_sum(x1, x2)
-    _check_gamma("gamma", gamma, x1, fp32_allowed=False)
     total = stored_like(x1 + x2, x1)
     normed, rstd = _rms_norm(widened(total), gamma, epsilon)
     normed = normed * widened(gamma)
     return normed, stored_like(normed, x1), rstd, total
-
-
-def _check_sum(x1: torch.Tensor, x2: torch.Tensor) -> None:
-    check_floating(x1=x1, x2=x2)
-    if x1.shape != x2.shape or x1.dtype is not x2.dtype:
-        raise ValueError(
-            f"x2 has shape {tuple(x2.shape)} and dtype {x2.dtype}, x1 {tuple(x1.shape)} and {x1.dtype}; "
-            "expand or convert one of them"
-        )
-
-
-def _check_gamma(name: str, gamma: torch.Tensor, input: torch.Tensor, fp32_allowed: bool) -> None:
-    check_floating(input=input)
-    allowed = {input.dtype, torch.float32} if fp32_allowed else {input.dtype}
-    if gamma.dim() == 0 or gamma.shape != input.shape[input.dim() - gamma.dim() :] or gamma.dtype not in allowed:
-        raise ValueError(
-            f"{name} has shape {tuple(gamma.shape)} and dtype {gamma.dtype}; it must have the last dims of the "
-            f"input, {tuple(input.shape)}, and dtype {' or '.join(sorted(map(str, allowed)))}"
-        )
 
 
 def _statistics(input: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
@@ -241,47 +174,36 @@ def _statistics(input: torch.Tensor, gamma: torch.Tensor) -> torch.Tensor:
     return input.new_empty((*input.shape[:kept], *(1,) * gamma.dim()), dtype=torch.float32)
 
 
-def _rms_norm_fake(
-    input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rms_norm_fake(input: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(input), _statistics(input, gamma)
 
 
-def _add_rms_norm_fake(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _add_rms_norm_fake(x1: torch.Tensor, gamma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(x1), _statistics(x1, gamma), torch.empty_like(x1)
 
 
 def _add_rms_norm_cast_fake(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+    x1: torch.Tensor, gamma: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = torch.empty_like(x1, dtype=torch.float32)
     return wide, torch.empty_like(x1), _statistics(x1, gamma), torch.empty_like(x1)
 
 
 def _add_rms_norm_dynamic_quant_fake(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, **_: object
+    x1: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     quantized, scale = x1.new_empty(x1.shape, dtype=torch.int8), x1.new_empty(x1.shape[:-1], dtype=torch.float32)
     none = x1.new_empty(0, dtype=torch.int8), x1.new_empty(0, dtype=torch.float32)
     return quantized, none[0], x1.new_empty(x1.shape), scale, none[1]
 
 
-def _add_rms_norm_quant_fake(
-    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, scales1: torch.Tensor, *_: object, **__: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _add_rms_norm_quant_fake(x1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     first, second = (x1.new_empty(x1.shape, dtype=torch.int8) for _ in range(2))
     return first, second, x1.new_empty(x1.shape)
 
 
 def _add_layer_norm_fake(
-    x1: torch.Tensor,
-    x2: torch.Tensor,
-    gamma: torch.Tensor,
-    beta: torch.Tensor,
-    epsilon: float = 1e-5,
-    additional_output: bool = False,
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     total = torch.empty_like(x1, dtype=torch.promote_types(x1.dtype, x2.dtype))
     return total, _statistics(x1, gamma), _statistics(x1, gamma), torch.empty_like(total)
@@ -292,7 +214,14 @@ OPERATORS = (
     Operator("npu_gemma_rms_norm", npu_gemma_rms_norm, _rms_norm_fake),
     Operator("npu_add_rms_norm", npu_add_rms_norm, _add_rms_norm_fake),
     Operator("npu_add_rms_norm_cast", npu_add_rms_norm_cast, _add_rms_norm_cast_fake),
-    Operator("npu_add_rms_norm_dynamic_quant", npu_add_rms_norm_dynamic_quant, _add_rms_norm_dynamic_quant_fake),
-    Operator("npu_add_rms_norm_quant", npu_add_rms_norm_quant, _add_rms_norm_quant_fake),
+    Operator(
+        "npu_add_rms_norm_dynamic_quant",
+        npu_add_rms_norm_dynamic_quant,
+        _add_rms_norm_dynamic_quant_fake,
+        takes={"output_mask": (None, [True, False])},
+    ),
+    Operator(
+        "npu_add_rms_norm_quant", npu_add_rms_norm_quant, _add_rms_norm_quant_fake, takes={"dst_type": (None, 1)}
+    ),
     Operator("npu_add_layer_norm", npu_add_layer_norm, _add_layer_norm_fake),
 )

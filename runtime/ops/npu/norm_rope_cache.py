@@ -12,7 +12,7 @@ import torch
 
 from .kv_cache import write_latent, write_slots
 from .norm import rms_normed
-from .numerics import refuse_given, rounded_to_int8, widened
+from .numerics import rounded_to_int8, widened
 from .registration import Operator
 from .rope import deinterleaved, rotated
 
@@ -27,17 +27,12 @@ def npu_kv_rmsnorm_rope_cache_v2(
     index: torch.Tensor,
     k_cache: torch.Tensor,
     ckv_cache: torch.Tensor,
-    *,
-    k_rope_scale: torch.Tensor | None = None,
-    c_kv_scale: torch.Tensor | None = None,
-    k_rope_offset: torch.Tensor | None = None,
-    c_kv_offset: torch.Tensor | None = None,
-    v: torch.Tensor | None = None,
-    epsilon: float = 1e-5,
-    cache_mode: str = "Norm",
-    is_output_kv: bool = False,
-    k_cache_dtype: int | None = None,
-    ckv_cache_dtype: int | None = None,
+    k_rope_scale: torch.Tensor | None,
+    c_kv_scale: torch.Tensor | None,
+    v: torch.Tensor | None,
+    epsilon: float,
+    cache_mode: str,
+    is_output_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """MLA's keys into the cache: the latent part normalised, the other part rotated.
 
@@ -63,27 +58,8 @@ def npu_kv_rmsnorm_rope_cache_v2(
         ValueError: shapes, dtypes or slots that do not fit.
         NotImplementedError: quantization offsets, the PA_BLK modes, cache dtypes by number.
     """
-    refuse_given(
-        "npu_kv_rmsnorm_rope_cache_v2",
-        k_rope_offset=k_rope_offset,
-        c_kv_offset=c_kv_offset,
-        k_cache_dtype=k_cache_dtype,
-        ckv_cache_dtype=ckv_cache_dtype,
-        cache_mode=cache_mode if cache_mode.startswith("PA_BLK") else None,
-    )
-    if cache_mode != "Norm" and cache_mode not in _KV_PAGED:
-        raise ValueError(f"cache_mode is {cache_mode!r}; it must be Norm, PA, PA_BNSD or PA_NZ")
     normalised = gamma.shape[0]
     rope_dim = cos.shape[-1]
-    if kv.dim() != 4 or kv.shape[1] != 1 or kv.shape[3] != (normalised if v is not None else normalised + rope_dim):
-        raise ValueError(
-            f"kv has shape {tuple(kv.shape)}; with gamma of {normalised} and cos of {rope_dim} it must be [B, 1, S, "
-            f"{normalised if v is not None else normalised + rope_dim}]"
-        )
-    if cos.shape != (kv.shape[0], 1, kv.shape[2], rope_dim) or sin.shape != cos.shape:
-        raise ValueError(
-            f"cos and sin have shapes {tuple(cos.shape)} and {tuple(sin.shape)}; they must be [B, 1, S, R]"
-        )
     wide = widened(kv)
     if v is None:
         latent = rms_normed(wide[..., :normalised], gamma, epsilon)
@@ -116,14 +92,10 @@ def npu_qkv_rms_norm_rope_cache(
     v_cache: torch.Tensor,
     qkv_size: Sequence[int],
     head_nums: Sequence[int],
-    *,
-    k_scale: torch.Tensor | None = None,
-    v_scale: torch.Tensor | None = None,
-    k_offset: torch.Tensor | None = None,
-    v_offset: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    cache_mode: str = "PA_NZ",
-    is_output_qkv: bool = False,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    epsilon: float,
+    is_output_qkv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Per-head RMS norm and half RoPE of queries and keys; keys and values into FRACTAL_NZ caches (Qwen3).
 
@@ -147,12 +119,6 @@ def npu_qkv_rms_norm_rope_cache(
         ValueError: shapes, dtypes or slots that do not fit.
         NotImplementedError: quantization offsets, other cache modes.
     """
-    refuse_given(
-        "npu_qkv_rms_norm_rope_cache",
-        k_offset=k_offset,
-        v_offset=v_offset,
-        cache_mode=None if cache_mode == "PA_NZ" else cache_mode,
-    )
     batch, length, heads, dim = qkv_size
     tokens = batch * length
     if sum(head_nums) != heads or qkv.shape != (tokens, heads * dim):
@@ -204,36 +170,14 @@ def _write_rows(name: str, value: torch.Tensor, cache: torch.Tensor, index: torc
 
 
 def _kv_fake(
-    kv: torch.Tensor,
-    gamma: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    index: torch.Tensor,
-    k_cache: torch.Tensor,
-    ckv_cache: torch.Tensor,
-    *,
-    v: torch.Tensor | None = None,
-    **_: object,
+    kv: torch.Tensor, gamma: torch.Tensor, cos: torch.Tensor, v: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     key_dim, latent_dim = (cos.shape[3], gamma.shape[0]) if v is None else (kv.shape[3], v.shape[3])
     return kv.new_empty((*kv.shape[:3], key_dim)), kv.new_empty((*kv.shape[:3], latent_dim))
 
 
 def _qkv_fake(
-    qkv: torch.Tensor,
-    q_gamma: torch.Tensor,
-    k_gamma: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    index: torch.Tensor,
-    q_out: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    qkv_size: Sequence[int],
-    head_nums: Sequence[int],
-    *,
-    is_output_qkv: bool = False,
-    **_: object,
+    qkv: torch.Tensor, qkv_size: Sequence[int], head_nums: Sequence[int], is_output_qkv: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shapes = [(qkv.shape[0], heads * qkv_size[3]) if is_output_qkv else () for heads in head_nums]
     return qkv.new_empty(shapes[0]), qkv.new_empty(shapes[1]), qkv.new_empty(shapes[2])
@@ -245,6 +189,7 @@ OPERATORS = (
         npu_kv_rmsnorm_rope_cache_v2,
         _kv_fake,
         "npu_kv_rmsnorm_rope_cache_v2_functional",
+        takes={"cache_mode": ("Norm", *_KV_PAGED)},
     ),
     Operator(
         "npu_qkv_rms_norm_rope_cache",

@@ -58,15 +58,6 @@ def check_floating(**tensors: torch.Tensor) -> None:
             raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16 or float32")
 
 
-def refuse_given(operator: str, **arguments: object) -> None:
-    """Raise ``NotImplementedError`` for the first of ``arguments`` that is not None."""
-    for name, given in arguments.items():
-        if given is not None:
-            raise NotImplementedError(
-                f"the CPU kernel of npu::{operator} does not implement {name}; leave it at its default"
-            )
-
-
 def bits_of_float(table: torch.Tensor) -> torch.Tensor:
     """int64 that holds the bits of float32 in its lower half, and zeros above them."""
     return table.float().contiguous().view(torch.int32).to(torch.int64).bitwise_and(0xFFFFFFFF)

@@ -5,12 +5,10 @@ Source: op-plugin, docs `torch_npu-npu_prefetch.md`.
 
 from __future__ import annotations
 
-import torch
-
 from .registration import Operator
 
 
-def npu_prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size: int, offset: int = 0) -> None:
+def npu_prefetch(max_size: int, offset: int) -> None:
     """Fetch a tensor into the L2 cache. There is nothing to compute, and a CPU fetches by itself.
 
     Args:
@@ -28,4 +26,4 @@ def npu_prefetch(input: torch.Tensor, dependency: torch.Tensor | None, max_size:
         raise ValueError(f"npu_prefetch: offset={offset} is negative; give 0 for the first byte")
 
 
-OPERATORS = (Operator("npu_prefetch", npu_prefetch, npu_prefetch),)
+OPERATORS = (Operator("npu_prefetch", npu_prefetch, npu_prefetch, ignores=["input", "dependency"]),)

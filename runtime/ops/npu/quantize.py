@@ -7,25 +7,15 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import DTYPES_BY_CODE, refuse_given, stored_like, widened
+from .numerics import DTYPES_BY_CODE, stored_like, widened
 from .registration import Operator
 
-QINT8 = 12
-"""As ``dtype`` of npu_quantize spells it."""
 _QUINT4X2 = 16
-_FORMATS = {2: "ND", 29: "FRACTAL_NZ"}
+_ND, _FRACTAL_NZ = 2, 29
 _QUANTISED = (torch.int8, torch.uint8, torch.int32)
 
 
-def npu_dynamic_quant(
-    input: torch.Tensor,
-    *,
-    smooth_scales: torch.Tensor | None = None,
-    group_index: torch.Tensor | None = None,
-    dst_type: int | None = None,
-    quant_mode: str = "pertoken",
-    dst_type_max: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def npu_dynamic_quant(input: torch.Tensor, smooth_scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric int8 with a scale per row: ``scale = max|x| / 127``, ``q = rint(x / scale)``, ``x = input · smooth``.
 
     Args:
@@ -41,19 +31,8 @@ def npu_dynamic_quant(
     Raises:
         NotImplementedError: groups, other modes and dtypes.
     """
-    refuse_given(
-        "npu_dynamic_quant",
-        group_index=group_index,
-        dst_type=None if dst_type in (None, 1) else dst_type,
-        quant_mode=None if quant_mode == "pertoken" else quant_mode,
-        dst_type_max=dst_type_max or None,
-    )
-    if input.dim() < 2:
-        raise ValueError(f"input has shape {tuple(input.shape)}; it must have 2 dims or more")
     wide = input.float()
     if smooth_scales is not None:
-        if smooth_scales.shape != input.shape[-1:]:
-            raise ValueError(f"smooth_scales has shape {tuple(smooth_scales.shape)}; it must be {input.shape[-1:]}")
         wide = wide * smooth_scales.float()
     quantized, scale = rows_to_int8(wide)
     return stored_like(quantized, input, torch.int8), scale
@@ -70,12 +49,7 @@ def rows_to_int8(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def npu_quantize(
-    input: torch.Tensor,
-    scales: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    dtype: int,
-    axis: int = 1,
-    div_mode: bool = True,
+    input: torch.Tensor, scales: torch.Tensor, zero_points: torch.Tensor | None, dtype: int, axis: int, div_mode: bool
 ) -> torch.Tensor:
     """``rint(input / scales + zero_points)``, or ``rint(input · scales + zero_points)`` without ``div_mode``.
 
@@ -118,9 +92,7 @@ def _along(values: torch.Tensor, name: str, input: torch.Tensor, axis: int, spre
     return values.reshape(spread)
 
 
-def npu_format_cast(
-    input: torch.Tensor, acl_format: int, *, customize_dtype: int | None = None, input_dtype: int | None = None
-) -> torch.Tensor:
+def npu_format_cast(input: torch.Tensor) -> torch.Tensor:
     """A copy of ``input``: a storage format changes no value, and CPU tensors have none.
 
     Args:
@@ -132,14 +104,11 @@ def npu_format_cast(
     Raises:
         NotImplementedError: another format, or a dtype to convert to.
     """
-    refuse_given("npu_format_cast", customize_dtype=customize_dtype, input_dtype=input_dtype)
-    if acl_format not in _FORMATS:
-        raise NotImplementedError(f"acl_format is {acl_format}; the CPU kernel knows {_FORMATS}")
     return input.clone(memory_format=torch.contiguous_format)
 
 
 def _dynamic_quant_fake(
-    input: torch.Tensor, *, dst_type: int | None = None, quant_mode: str = "pertoken", **_: object
+    input: torch.Tensor, dst_type: int | None, quant_mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     shape = [*input.shape[:-2], input.shape[-1] if quant_mode == "perchannel" else input.shape[-2]]
     scale = input.new_empty([1] if quant_mode == "pertensor" else shape, dtype=torch.float32)
@@ -148,26 +117,19 @@ def _dynamic_quant_fake(
     return torch.empty_like(input, dtype=torch.int8), scale
 
 
-def _quantize_fake(
-    input: torch.Tensor,
-    scales: torch.Tensor,
-    zero_points: torch.Tensor | None,
-    dtype: int,
-    axis: int = 1,
-    div_mode: bool = True,
-) -> torch.Tensor:
+def _quantize_fake(input: torch.Tensor, dtype: int) -> torch.Tensor:
     if dtype == _QUINT4X2:
         return input.new_empty((*input.shape[:-1], input.shape[-1] // 8), dtype=torch.int32)
     target = DTYPES_BY_CODE.get(dtype, torch.int8)
     return torch.empty_like(input, dtype=target if target in _QUANTISED else torch.int8)
 
 
-def _format_cast_fake(input: torch.Tensor, acl_format: int, **_: object) -> torch.Tensor:
+def _format_cast_fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
 OPERATORS = (
-    Operator("npu_dynamic_quant", npu_dynamic_quant, _dynamic_quant_fake),
+    Operator("npu_dynamic_quant", npu_dynamic_quant, _dynamic_quant_fake, takes={"dst_type": (None, 1)}),
     Operator("npu_quantize", npu_quantize, _quantize_fake),
-    Operator("npu_format_cast", npu_format_cast, _format_cast_fake),
+    Operator("npu_format_cast", npu_format_cast, _format_cast_fake, takes={"acl_format": (_ND, _FRACTAL_NZ)}),
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from .schemas import SCHEMAS
+from .limits import violations
+from .limits.call import Call
+from .schemas import COMMON_NAMES, SCHEMAS
 
 _NAMESPACE = "npu"
 _log = logging.getLogger(__name__)
@@ -24,19 +27,32 @@ _registered: set[str] = set()
 class Operator:
     """CPU semantics of one `npu::` operator.
 
+    Kernel and fake name the arguments that they read, as the schema or ``COMMON_NAMES`` does, and get its defaults.
+    An argument that is not read keeps its default: other values are refused with ``NotImplementedError``, and what
+    the operator's limits forbid with ``ValueError``.
+
     Attributes:
         name: operator name without the namespace.
-        kernel: what runs for CPU tensors; takes the operator's arguments under their schema names. It returns fresh
-            tensors, and writes to an argument only where the schema says ``(a!)``.
-        fake: shapes, dtypes and strides of the results.
+        kernel: what runs for CPU tensors. It returns fresh tensors, and writes to an argument only where the schema
+            says ``(a!)``.
+        fake: shapes, dtypes and strides of the results. It may read what the kernel refuses.
         functional: for an operator with ``(a!)`` arguments, the operator that returns their new values instead,
             after the other results. Its kernel and fake are derived from the two above.
+        takes: argument → the values that the kernel knows, whether it reads them or not.
+        ignores: arguments that may have any value, and change nothing here.
+        lacks: tensor argument → dtypes that the documents have for it, and the kernel has not.
+        record: a dataclass that takes the arguments of the kernel, which then takes this; ``names`` becomes what the
+            schema calls those that have a common name.
     """
 
     name: str
     kernel: Callable[..., Any]
     fake: Callable[..., Any]
     functional: str | None = None
+    takes: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    ignores: Sequence[str] = ()
+    lacks: Mapping[str, Sequence[torch.dtype]] = field(default_factory=dict)
+    record: type | None = None
 
 
 def register(operators: Iterable[Operator]) -> None:
@@ -55,18 +71,72 @@ def register(operators: Iterable[Operator]) -> None:
         _registered.add(operator.name)
         defined = _define(schemas[operator.name])
         overload = _overload(operator.name)
-        _attach(operator.name, operator.kernel, operator.fake)
+        kernel, fake = (by_schema(operator, each, overload._schema) for each in (operator.kernel, operator.fake))
+        _attach(operator.name, kernel, fake)
         if operator.functional is None:
             continue
         twin_defined = _define(schemas[operator.functional])
         written = _written_arguments(overload)
         _attach(
             operator.functional,
-            _out_of_place_kernel(operator.kernel, written),
-            _out_of_place_fake(operator.fake, written),
+            _out_of_place_kernel(kernel, written),
+            _out_of_place_fake(fake, written),
         )
         if defined and twin_defined:
             _functionalise(overload, _overload(operator.functional), written)
+
+
+def by_schema(operator: Operator, function: Callable[..., Any], schema: torch.FunctionSchema) -> Callable[..., Any]:
+    """The kernel or the fake of ``operator`` as torch calls it, with all arguments of the schema or some."""
+    common = COMMON_NAMES.get(operator.name, {})
+    own_names = {known: name for name, known in common.items()}
+    of_kernel = _parameters(operator.record or operator.kernel)
+    is_kernel = function is operator.kernel
+    reads = of_kernel if is_kernel else _parameters(function)
+    names = {argument.name: common.get(argument.name, argument.name) for argument in schema.arguments}
+    defaults = {
+        argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()
+    }
+    takes = {}
+    for name, known in names.items():
+        if name in operator.ignores or (known in reads and known not in of_kernel):
+            continue  # what the fake alone reads is the fake's to judge
+        if name in operator.takes or known not in of_kernel:
+            takes[name] = operator.takes.get(name, (defaults.get(name),))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        given = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+        for name, values in takes.items():
+            value = given[name]
+            if isinstance(value, torch.Tensor) or value not in values:
+                shown = f"{name}={value!r}" if isinstance(value, int | float | str) else name
+                raise NotImplementedError(
+                    f"the CPU kernel of npu::{operator.name} does not implement {shown}; it takes "
+                    f"{' or '.join(map(repr, values))}"
+                )
+        arguments = {known: given[name] for name, known in names.items()}
+        if is_kernel:
+            _refuse(operator, Call(operator.name, arguments, is_reference=True))
+        read = {known: value for known, value in arguments.items() if known in reads}
+        if is_kernel and operator.record is not None:
+            return function(operator.record(names=own_names, **read))
+        return function(**read)
+
+    return run
+
+
+def _refuse(operator: Operator, call: Call) -> None:
+    """Raise for what the kernel does not implement, and for what the documents forbid."""
+    for name, dtypes in operator.lacks.items():
+        tensor = call.tensor(name)
+        if tensor is not None and tensor.dtype in dtypes:
+            raise NotImplementedError(f"the CPU kernel of npu::{operator.name} takes no {name} of {tensor.dtype}")
+    if reasons := violations(call):
+        raise ValueError(f"npu::{operator.name}: {'; '.join(reasons)}")
+
+
+def _parameters(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 def import_torch_npu() -> bool:

@@ -11,11 +11,6 @@ import torch
 from .numerics import stored_like, widened
 from .registration import Operator
 
-MAX_ROTARY_DIM = 896
-"""Dims of a head are below it in npu_rotary_mul."""
-INTERLEAVED_DIM = 64
-"""Dims of a head in npu_interleave_rope."""
-
 
 def rotated_half(x: torch.Tensor) -> torch.Tensor:
     """``[-x₂, x₁]`` of the halves ``x₁``, ``x₂`` of the last dim."""
@@ -34,11 +29,7 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 def npu_rotary_mul(
-    input: torch.Tensor,
-    r1: torch.Tensor,
-    r2: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
+    input: torch.Tensor, r1: torch.Tensor, r2: torch.Tensor, rotary_mode: str, rotate: torch.Tensor | None
 ) -> torch.Tensor:
     """``input · r1 + rot(input) · r2``.
 
@@ -60,20 +51,8 @@ def npu_rotary_mul(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: the modes of the 950 only.
     """
-    if rotary_mode in ("quarter", "interleave-half"):
-        raise NotImplementedError(f"rotary_mode is {rotary_mode!r}; it has no CPU kernel")
-    if rotary_mode not in ("half", "interleave"):
-        raise ValueError(f"rotary_mode is {rotary_mode!r}; it must be 'half' or 'interleave'")
-    if input.dim() not in (3, 4) or input.shape[-1] % 2:
-        raise ValueError(f"input has shape {tuple(input.shape)}; it must have 3 or 4 dims, the last one even")
-    if input.shape[-1] >= MAX_ROTARY_DIM:
-        raise ValueError(f"input has heads of {input.shape[-1]} dims; they must be below {MAX_ROTARY_DIM}")
-    for name, table in (("r1", r1), ("r2", r2)):
-        _check_table(name, table, input)
     wide = widened(input)
     if rotate is not None:
-        if rotate.shape != (input.shape[-1],) * 2:
-            raise ValueError(f"rotate has shape {tuple(rotate.shape)}; it must be square, {input.shape[-1]} a side")
         turned = wide @ rotate.to(wide.dtype)
     elif rotary_mode == "half":
         turned = rotated_half(wide)
@@ -95,40 +74,19 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if x.dim() != 4 or x.shape[-1] != INTERLEAVED_DIM:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [B, N, S, {INTERLEAVED_DIM}]")
-    for name, table in (("cos", cos), ("sin", sin)):
-        _check_table(name, table, x)
-        if table.shape[1] != 1:
-            raise ValueError(f"{name} has shape {tuple(table.shape)}; its second dim must be 1")
     halves = deinterleaved(widened(x))
     return stored_like(rotated(halves, cos, sin), x)
 
 
-def _check_table(name: str, table: torch.Tensor, input: torch.Tensor) -> None:
-    fits = table.dim() == input.dim() and table.shape[-1] == input.shape[-1] and table.dtype is input.dtype
-    if not fits or any(size not in (1, full) for size, full in zip(table.shape, input.shape, strict=True)):
-        raise ValueError(
-            f"{name} has shape {tuple(table.shape)} and dtype {table.dtype}; it must have dtype {input.dtype} and, "
-            f"but for dims of size 1, shape {tuple(input.shape)}"
-        )
-
-
-def _rotary_mul_fake(
-    input: torch.Tensor,
-    r1: torch.Tensor,
-    r2: torch.Tensor,
-    rotary_mode: str = "half",
-    rotate: torch.Tensor | None = None,
-) -> torch.Tensor:
+def _rotary_mul_fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
 
-def _interleave_rope_fake(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _interleave_rope_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
 OPERATORS = (
-    Operator("npu_rotary_mul", npu_rotary_mul, _rotary_mul_fake),
+    Operator("npu_rotary_mul", npu_rotary_mul, _rotary_mul_fake, takes={"rotary_mode": ("half", "interleave")}),
     Operator("npu_interleave_rope", npu_interleave_rope, _interleave_rope_fake),
 )

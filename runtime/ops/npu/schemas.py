@@ -187,3 +187,53 @@ SCHEMAS = (
     "int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807, int attention_mode=0, "
     "bool return_softmax_lse=False, Tensor? sinks=None) -> (Tensor, Tensor, Tensor)",
 )
+
+_FLASH_NAMES = {"num_heads": "heads", "num_key_value_heads": "kv_heads", "scale_value": "scale"}
+
+COMMON_NAMES = {
+    "npu_fused_infer_attention_score": {
+        "num_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "actual_seq_lengths": "query_lengths",
+        "actual_seq_lengths_kv": "kv_lengths",
+        "antiquant_scale": "stacked_scale",
+        "antiquant_offset": "stacked_offset",
+        "antiquant_mode": "stacked_mode",
+        "key_antiquant_scale": "key_scale",
+        "key_antiquant_offset": "key_offset",
+        "key_antiquant_mode": "key_mode",
+        "value_antiquant_scale": "value_scale",
+        "value_antiquant_offset": "value_offset",
+        "value_antiquant_mode": "value_mode",
+        "quant_scale2": "quant_scale",
+        "softmax_lse_flag": "want_lse",
+    },
+    "npu_fused_infer_attention_score_v2": {
+        "num_query_heads": "heads",
+        "num_key_value_heads": "kv_heads",
+        "softmax_scale": "scale",
+        "actual_seq_qlen": "query_lengths",
+        "actual_seq_kvlen": "kv_lengths",
+        "dequant_scale_key": "key_scale",
+        "dequant_offset_key": "key_offset",
+        "key_quant_mode": "key_mode",
+        "dequant_scale_value": "value_scale",
+        "dequant_offset_value": "value_offset",
+        "value_quant_mode": "value_mode",
+        "quant_scale_out": "quant_scale",
+        "learnable_sink": "sinks",
+        "return_softmax_lse": "want_lse",
+    },
+    "npu_prompt_flash_attention": {
+        **_FLASH_NAMES,
+        "actual_seq_lengths": "query_lengths",
+        "actual_seq_lengths_kv": "kv_lengths",
+    },
+    "npu_incre_flash_attention": {
+        **_FLASH_NAMES,
+        "actual_seq_lengths": "kv_lengths",
+        "antiquant_scale": "stacked_scale",
+        "antiquant_offset": "stacked_offset",
+    },
+}
+"""Operator → its name of an argument that versions of it spell differently → the name that kernels and limits use."""

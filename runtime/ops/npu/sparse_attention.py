@@ -10,19 +10,11 @@ from collections.abc import Iterator
 
 import torch
 
-from .numerics import check_floating, refuse_given, widened
+from .limits.sparse_attention import SPARSE_ABSORBED
+from .numerics import widened
 from .registration import Operator
 
-INDEXER_DIM = 128
-MAX_INDEXER_HEADS = 64
-MAX_CHOSEN = 2048
-"""Keys that the indexer chooses: any number up to here, then multiples of ``CHOSEN_STEP`` up to ``MOST_CHOSEN``."""
-CHOSEN_STEP, MOST_CHOSEN = 1024, 8192
-SPARSE_LATENT, SPARSE_ROPE = 512, 64
-SPARSE_ABSORBED = 2
-"""``attention_mode`` of latent attention, the only one that there is."""
-UNLIMITED_TOKENS = (1 << 63) - 1
-_ALL, _CAUSAL = 0, 3
+_ALL = 0
 _NONE = -1
 _MOST_NUMBERS = 1 << 24
 """Scores, or gathered numbers, that are held at once: 64 MiB."""
@@ -32,17 +24,13 @@ def npu_lightning_indexer(
     query: torch.Tensor,
     key: torch.Tensor,
     weights: torch.Tensor,
-    *,
-    actual_seq_lengths_query: torch.Tensor | None = None,
-    actual_seq_lengths_key: torch.Tensor | None = None,
-    block_table: torch.Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "BSND",
-    sparse_count: int = 2048,
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED_TOKENS,
-    next_tokens: int = UNLIMITED_TOKENS,
-    return_value: bool = False,
+    actual_seq_lengths_query: torch.Tensor | None,
+    actual_seq_lengths_key: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """For each query the keys with the highest scores; key j scores ``sum over h of weights[h] · relu(q[h] · k[j])``.
 
@@ -65,18 +53,6 @@ def npu_lightning_indexer(
         ValueError: shapes, dtypes, layouts or lengths that do not fit.
         NotImplementedError: ``return_value``.
     """
-    refuse_given("npu_lightning_indexer", return_value=return_value or None)
-    check_floating(query=query, key=key, weights=weights)
-    _check_modes(sparse_mode, pre_tokens, next_tokens)
-    alike = key.dtype is query.dtype and weights.dtype in (query.dtype, torch.float32)
-    if not alike or weights.shape != query.shape[:-1] or key.shape[-2:] != (1, query.shape[-1]):
-        given = (f"{name} {tuple(x.shape)} {x.dtype}" for name, x in (("key", key), ("weights", weights)))
-        raise ValueError(
-            f"query {tuple(query.shape)} {query.dtype}, {', '.join(given)} do not fit; make key of one head, as "
-            "wide, of the same dtype, and weights like query without its last dim, of that dtype or float32"
-        )
-    if sparse_count < 1:
-        raise ValueError(f"sparse_count is {sparse_count}; it must be positive")
     lens = actual_seq_lengths_query, actual_seq_lengths_key
     rows, factors = query.flatten(0, -3), weights.flatten(0, -2)
     chosen = torch.full((len(rows), 1, sparse_count), _NONE, dtype=torch.int32, device=query.device)
@@ -98,33 +74,24 @@ def npu_lightning_indexer(
     return chosen.unflatten(0, query.shape[:-2]), query.new_empty(0)
 
 
-def _indexer_fake(
-    query: torch.Tensor, key: torch.Tensor, weights: torch.Tensor, *, sparse_count: int = 2048, **_: object
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _indexer_fake(query: torch.Tensor, sparse_count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return query.new_empty((*query.shape[:-2], 1, sparse_count), dtype=torch.int32), query.new_empty(0)
 
 
 def npu_sparse_flash_attention(
     query: torch.Tensor,
     key: torch.Tensor,
-    value: torch.Tensor | None,
     sparse_indices: torch.Tensor,
     scale_value: float,
-    *,
-    block_table: torch.Tensor | None = None,
-    actual_seq_lengths_query: torch.Tensor | None = None,
-    actual_seq_lengths_kv: torch.Tensor | None = None,
-    query_rope: torch.Tensor | None = None,
-    key_rope: torch.Tensor | None = None,
-    sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "BSND",
-    sparse_mode: int = 3,
-    pre_tokens: int = UNLIMITED_TOKENS,
-    next_tokens: int = UNLIMITED_TOKENS,
-    attention_mode: int = 0,
-    return_softmax_lse: bool = False,
-    sinks: torch.Tensor | None = None,
+    block_table: torch.Tensor | None,
+    actual_seq_lengths_query: torch.Tensor | None,
+    actual_seq_lengths_kv: torch.Tensor | None,
+    query_rope: torch.Tensor | None,
+    key_rope: torch.Tensor | None,
+    layout_query: str,
+    layout_kv: str,
+    sparse_mode: int,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Latent attention over chosen keys: scores of ``[query, query_rope]`` and ``[key, key_rope]``, sums of ``key``.
 
@@ -148,34 +115,7 @@ def npu_sparse_flash_attention(
         ValueError: shapes, dtypes, layouts, places or lengths that do not fit.
         NotImplementedError: blocks of several tokens, ``return_softmax_lse``.
     """
-    refuse_given(
-        "npu_sparse_flash_attention",
-        return_softmax_lse=return_softmax_lse or None,
-        sparse_block_size=None if sparse_block_size == 1 else sparse_block_size,
-    )
-    if query_rope is None or key_rope is None or attention_mode != SPARSE_ABSORBED:
-        raise ValueError(
-            f"attention_mode is {attention_mode}; it must be {SPARSE_ABSORBED}, with query_rope and key_rope"
-        )
-    check_floating(query=query, key=key, query_rope=query_rope, key_rope=key_rope)
-    _check_modes(sparse_mode, pre_tokens, next_tokens)
-    fits = (
-        query_rope.shape[:-1] == query.shape[:-1]
-        and key_rope.shape[:-1] == key.shape[:-1]
-        and key.shape[-2:] == (1, query.shape[-1])
-        and key_rope.shape[-1] == query_rope.shape[-1]
-        and sparse_indices.shape[:-1] == (*query.shape[:-2], 1)
-        and (value is None or value.shape == key.shape)
-        and {x.dtype for x in (key, query_rope, key_rope)} == {query.dtype}
-        and (sinks is None or (sinks.shape == query.shape[-2:-1] and sinks.dtype is torch.float32))
-    )
-    if not fits or sparse_indices.dtype is not torch.int32 or not sparse_indices.shape[-1]:
-        raise ValueError(
-            f"query {tuple(query.shape)}, query_rope {tuple(query_rope.shape)}, key {tuple(key.shape)}, key_rope "
-            f"{tuple(key_rope.shape)} and sparse_indices {tuple(sparse_indices.shape)} of {sparse_indices.dtype} do "
-            "not fit; make the parts alike but for their last dim, key of one head, sparse_indices int32 "
-            "[..., 1, K], all others of one dtype, and sinks, if any, float32 of each head"
-        )
+    assert query_rope is not None and key_rope is not None
     lens = actual_seq_lengths_query, actual_seq_lengths_kv
     rows = torch.cat((widened(query), widened(query_rope)), -1).flatten(0, -3)
     places, result = sparse_indices.flatten(0, -3)[:, 0], torch.zeros_like(query).flatten(0, -3)
@@ -226,9 +166,7 @@ def _attended(
     return exponentials @ chosen[..., :dims] / sums.where(sums > 0, 1.0)
 
 
-def _attention_fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor | None, *_: object, **__: object
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _attention_fake(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return (
         query.new_empty(query.shape),
         query.new_empty(0, dtype=torch.float32),
@@ -296,15 +234,13 @@ def _bounds(x: torch.Tensor, lens: torch.Tensor | None, layout: str) -> tuple[li
     return starts, [start + n for start, n in zip(starts, counts, strict=True)]
 
 
-def _check_modes(sparse_mode: int, pre_tokens: int, next_tokens: int) -> None:
-    if sparse_mode not in (_ALL, _CAUSAL) or (pre_tokens, next_tokens) != (UNLIMITED_TOKENS,) * 2:
-        raise ValueError(
-            f"sparse_mode is {sparse_mode}, pre_tokens {pre_tokens} and next_tokens {next_tokens}; it must be 0 or "
-            "3, and these 2 ** 63 - 1"
-        )
-
-
 OPERATORS = (
     Operator("npu_lightning_indexer", npu_lightning_indexer, _indexer_fake),
-    Operator("npu_sparse_flash_attention", npu_sparse_flash_attention, _attention_fake),
+    Operator(
+        "npu_sparse_flash_attention",
+        npu_sparse_flash_attention,
+        _attention_fake,
+        takes={"attention_mode": [SPARSE_ABSORBED]},
+        ignores=["value"],
+    ),
 )

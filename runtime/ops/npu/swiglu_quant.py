@@ -7,30 +7,20 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import refuse_given
 from .quantize import rows_to_int8
 from .registration import Operator
 
 aten = torch.ops.aten
 
-MAX_GROUPED_SWIGLU, GROUPED_SWIGLU_MULTIPLE = 10496, 64
-"""The size of the result with ``group_index``: the largest, and what divides it."""
 _UNDEFINED = 77
 
 
 def npu_dequant_swiglu_quant(
     x: torch.Tensor,
-    *,
-    weight_scale: torch.Tensor | None = None,
-    activation_scale: torch.Tensor | None = None,
-    group_index: torch.Tensor | None = None,
-    activate_left: bool = False,
-    quant_mode: int = 0,
-    swiglu_mode: int = 0,
-    clamp_limit: float = 7.0,
-    glu_alpha: float = 1.702,
-    glu_bias: float = 1.0,
-    **others: object,
+    weight_scale: torch.Tensor | None,
+    activation_scale: torch.Tensor | None,
+    group_index: torch.Tensor | None,
+    activate_left: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``silu(a) · b`` of the halves of ``x``, rounded to int8 with a scale per row.
 
@@ -51,35 +41,14 @@ def npu_dequant_swiglu_quant(
         ValueError: shapes or dtypes that do not fit.
         NotImplementedError: static scales, smoothing, biases, the clipped forms.
     """
-    refuse_given(
-        "npu_dequant_swiglu_quant",
-        quant_mode=None if quant_mode == 1 else quant_mode,
-        swiglu_mode=swiglu_mode or None,
-        **others,
-    )
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; it must be [T, 2 H]")
-    rows, half = len(x), x.shape[1] // 2
+    rows = len(x)
     counts = [rows] if group_index is None else _counts(group_index, rows)
-    if group_index is not None and (half > MAX_GROUPED_SWIGLU or half % GROUPED_SWIGLU_MULTIPLE):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}; with group_index H must be a multiple of {GROUPED_SWIGLU_MULTIPLE} and "
-            f"at most {MAX_GROUPED_SWIGLU}"
-        )
     numbers = x.float()
     if x.dtype is torch.int32:
-        if weight_scale is None or activation_scale is None:
-            raise ValueError("x is int32; weight_scale and activation_scale are needed")
-        if weight_scale.shape != (len(counts), 2 * half) or activation_scale.shape != (rows, 1):
-            raise ValueError(
-                f"weight_scale has shape {tuple(weight_scale.shape)} and activation_scale "
-                f"{tuple(activation_scale.shape)}; [{len(counts)}, {2 * half}] and [{rows}, 1] are needed"
-            )
+        assert weight_scale is not None and activation_scale is not None
         of_row = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
         used = numbers[: len(of_row)] * weight_scale.float()[of_row] * activation_scale[: len(of_row)]
         numbers = torch.cat([used, numbers[len(of_row) :]])
-    elif not x.is_floating_point() or activation_scale is not None or weight_scale is not None:
-        raise ValueError(f"x is {x.dtype}; scales of sums go with int32, and numbers must be fp16 or bf16")
     left, right = numbers.chunk(2, -1)
     result, scale = rows_to_int8(aten.silu(left) * right if activate_left else aten.silu(right) * left)
     result[sum(counts) :], scale[sum(counts) :] = _UNDEFINED, torch.nan
@@ -87,19 +56,25 @@ def npu_dequant_swiglu_quant(
 
 
 def _counts(group_index: torch.Tensor, rows: int) -> list[int]:
-    if group_index.dim() != 1 or group_index.dtype is not torch.int64:
-        raise ValueError(f"group_index is {group_index.dtype} {tuple(group_index.shape)}; int64 [G] is needed")
     counts: list[int] = group_index.tolist()
     if min(counts, default=0) < 0 or sum(counts) > rows:
         raise ValueError(f"group_index is {counts}; it counts the rows of each group, {rows} at most in all")
     return counts
 
 
-def _fake(x: torch.Tensor, **_: object) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         x.new_empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.int8),
         x.new_empty(x.shape[:-1], dtype=torch.float32),
     )
 
 
-OPERATORS = (Operator("npu_dequant_swiglu_quant", npu_dequant_swiglu_quant, _fake),)
+OPERATORS = (
+    Operator(
+        "npu_dequant_swiglu_quant",
+        npu_dequant_swiglu_quant,
+        _fake,
+        takes={"quant_mode": (1,)},
+        ignores=["clamp_limit", "glu_alpha", "glu_bias"],
+    ),
+)

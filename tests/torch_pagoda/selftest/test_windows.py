@@ -18,6 +18,7 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify.self_check import Schedule
 from torch_pagoda.compiler.verify.window_calls import window_calls
 from torch_pagoda.runtime.ops.npu import OPERATORS
+from torch_pagoda.runtime.ops.npu.registration import by_schema
 from torch_pagoda.selftest import operators as operators_file
 from torch_pagoda.selftest.answers import answers
 from torch_pagoda.selftest.device import Device
@@ -52,8 +53,9 @@ def without_mask(given: dict[str, Any]) -> None:
 def device(change: Callable[[dict[str, Any]], None] | None = None) -> Iterator[Device]:
     """A stand-in that calls attention with other arguments than it is given."""
     running = selftest_stand_in._Running()
-    kernel = next(each.kernel for each in OPERATORS if each.name == ATTENTION)
-    parameters = getattr(torch.ops.npu, ATTENTION).default._schema.arguments
+    ours = next(each for each in OPERATORS if each.name == ATTENTION)
+    schema = getattr(torch.ops.npu, ATTENTION).default._schema
+    kernel, parameters = by_schema(ours, ours.kernel, schema), schema.arguments
     library = torch.library.Library("npu", "IMPL")
 
     def bent(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .....passes.graph.npu_target import NpuTarget, Product
+from .....runtime.npu_target import NpuTarget, Product
 
 CAPTURES_PER_GRAPH = 64
 """npugraph_ex's default ``capture_limit``: at the next capture it throws away what it has captured and runs the graph

@@ -28,15 +28,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from .....runtime.ops.npu.sparse_attention import SPARSE_ABSORBED
+from .....runtime.ops.npu.limits import violations
+from .....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
+from .....runtime.ops.npu.limits.sparse_attention import SPARSE_ABSORBED
 from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, value
 from ....graph.record import NoMatch, PassRecord
 from ....graph.traced import TracedGraph
-from ..attention_limits import MASK_SIZE, UNLIMITED
 from ..call import Call
 from ..indexers import CAUSAL, sequence_ends
-from ..limits import violations
 from ..paged_attention import causal_mask
 from ..site import Site
 from .layout import LatentKeys, LayoutTracer, add_weight, forget_unread_merges, latent_keys, weight_rows

@@ -36,10 +36,10 @@ from torch_pagoda.compiler.targets.npu.routes import make_route
 from torch_pagoda.compiler.targets.npu.warm_up import warm_up
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu import decode_attention
 from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 
 from device_lengths import attention_by_tensors

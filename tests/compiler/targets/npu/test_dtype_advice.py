@@ -17,8 +17,8 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.dtype_advice import dtype_advice
 from torch_pagoda.compiler.verify.self_check import reference_of_model
-from torch_pagoda.passes.graph.npu_target import NpuTarget, Product
 from torch_pagoda.passes.graph.record import Route
+from torch_pagoda.runtime.npu_target import NpuTarget, Product
 
 from legal_models import build_legal_model
 from shared_graphs import capture

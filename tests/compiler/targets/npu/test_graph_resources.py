@@ -13,8 +13,8 @@ from torch_pagoda.compiler.targets.npu.sizes.graph_resources import (
     GraphNeeds,
     capture_budget,
 )
-from torch_pagoda.passes.graph.npu_target import NpuTarget, Product
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_target import NpuTarget, Product
 
 A2, A3, A5, INFERENCE = "Ascend910B3", "Ascend910_9391", "Ascend950PR_9599", "Ascend310P3"
 

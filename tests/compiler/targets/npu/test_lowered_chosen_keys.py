@@ -21,9 +21,9 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.program import is_cache_input
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

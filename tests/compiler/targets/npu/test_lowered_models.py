@@ -19,9 +19,9 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes.graph.fx_nodes import value
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from hf_reference import forced

@@ -17,10 +17,10 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION
 from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH
 from torch_pagoda.passes.schedule.schedule_super_kernels import SUPER_KERNEL
+from torch_pagoda.runtime.npu_target import NpuTarget
 
 ON = {"streams": True}
 

@@ -19,7 +19,7 @@ from torch_pagoda.compiler.targets.npu.toolchain_options import (
     known_options,
     set_ge_options,
 )
-from torch_pagoda.passes.graph.npu_target import Product
+from torch_pagoda.runtime.npu_target import Product
 
 from tiny_models import build_tiny_model
 

@@ -19,7 +19,6 @@ from torch_pagoda.passes.graph.notes import QuantizedInputs
 from torch_pagoda.passes.lower.npu.quantized_inputs import QuantizedInputsOf
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits
-from torch_pagoda.runtime.ops.npu.quant_matmul import npu_quant_matmul
 from torch_pagoda.runtime.ops.quantized_weight import Quantization, scheme_of
 
 npu = torch.ops.npu
@@ -79,7 +78,7 @@ def test_a_layer_of_4096_inputs():
     assert 2**-13 < off.max() <= 2**-11, "to the nearest"
     x = torch.randn(9, 4096)
     whole, of_rows = npu.npu_dynamic_quant(x)
-    found = npu_quant_matmul(
+    found = npu.npu_quant_matmul(
         whole,
         made["numbers"],
         made["scales"],

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_pagoda.passes import PASSES
-from torch_pagoda.passes.graph.npu_target import NpuTarget, Product
 from torch_pagoda.passes.graph.traced import UnsupportedModel
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.limits import LIMITS, violations
 from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
+from torch_pagoda.runtime.npu_target import NpuTarget, Product
+from torch_pagoda.runtime.ops.npu.limits import LIMITS, violations
 
 from npu_graphs import AttentionGraph, assert_legal
 

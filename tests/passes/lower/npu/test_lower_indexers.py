@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.indexers import lower_npu_indexers
-from torch_pagoda.passes.lower.npu.limits import violations
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.lightning_indexer import lightning_indexer
+from torch_pagoda.runtime.ops.npu.limits import violations
 from torch_pagoda.runtime.program import CacheSpec
 
 from npu_graphs import AttentionGraph, assert_legal, operators

@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.fx_nodes import is_dynamic, is_tensor, shape, value
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
 from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
 from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
@@ -21,6 +20,7 @@ from torch_pagoda.passes.lower.npu.spell_out_leftovers import spell_out_leftover
 from torch_pagoda.passes.lower.npu.split_products import split_products
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
+from torch_pagoda.runtime.npu_target import NpuTarget
 
 from npu_graphs import assert_legal, graph_of, operators, refusals
 

@@ -7,8 +7,8 @@ import torch
 from state_graphs import StateGraph, step_of
 
 from torch_pagoda.passes import UnsupportedModel
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.states import lower_npu_states
+from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
 from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.ops.selective_scan import selective_scan

@@ -14,13 +14,13 @@ from torch_pagoda.compiler.estimates.flops import flops, is_int8_product
 from torch_pagoda.compiler.estimates.traffic import Step, moved
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.passes.graph.fx_nodes import value
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.graph.traced import TracedGraph
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.fuse_experts import fuse_npu_experts
-from torch_pagoda.passes.lower.npu.limits import violations
 from torch_pagoda.passes.lower.npu.quantized_experts import quantize_npu_experts
+from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import violations
 from torch_pagoda.runtime.ops.quantized_weight import Quantization
 
 npu = torch.ops.npu

@@ -9,12 +9,12 @@ import torch
 from npu_calls import illegal_calls
 from quantized_graphs import ROUNDED_LLAMA, TARGET, plain_reference, program_of, quantized, record_of, row_errors_of
 
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.fuse_quantization import fuse_npu_quantization
-from torch_pagoda.passes.lower.npu.limits import violations
 from torch_pagoda.passes.lower.npu.quantized_linears import quantize_npu_linears
+from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import violations
 
 npu = torch.ops.npu
 

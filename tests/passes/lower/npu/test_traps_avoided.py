@@ -12,9 +12,9 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes.graph.fx_nodes import callee
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.limits import LIMITS, violations
+from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import LIMITS, violations
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from legal_models import build_legal_model
@@ -83,10 +83,9 @@ def test_trap_4_caches_are_whole_inputs_with_one_writer_and_later_readers(model_
 def test_trap_5_queries_are_counted_on_and_keys_are_not(model_type):
     for _, call in npu_calls(lowered(model_type), NpuTarget()):
         if "infer_attention" in call.name:
-            second = call.name.endswith("_v2")
             assert call["input_layout"] == "TND"
-            assert call["actual_seq_qlen" if second else "actual_seq_lengths"].name == "query_ends"
-            assert call["actual_seq_kvlen" if second else "actual_seq_lengths_kv"].name == "kv_lens"
+            assert call["query_lengths"].name == "query_ends"
+            assert call["kv_lengths"].name == "kv_lens"
     tensor = torch.tensor
     step = StepMetadata(
         tensor([3, 4, 5]), tensor([[0], [1]]), tensor([0, 2, 3]).int(), tensor([9, 4]).int(), tensor([1]), tensor([0])

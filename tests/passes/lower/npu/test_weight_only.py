@@ -9,10 +9,10 @@ import torch
 from npu_calls import illegal_calls
 from quantized_graphs import TARGET, quantized
 
-from torch_pagoda.passes.graph.npu_target import NpuTarget
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.limits import violations
+from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import violations
 
 npu = torch.ops.npu
 

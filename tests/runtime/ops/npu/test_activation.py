@@ -7,15 +7,9 @@ import math
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.activation import (
-    npu_clipped_swiglu,
-    npu_fast_gelu,
-    npu_geglu,
-    npu_gelu,
-    npu_gelu_mul,
-    npu_silu,
-    npu_swiglu,
-)
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -45,38 +39,38 @@ def silu(values):
 
 
 def test_swiglu_activates_the_left_half(x):
-    assert_near(npu_swiglu(x), silu(x[..., :4]) * x[..., 4:].double())
-    assert_near(npu_swiglu(x, 1), silu(x[:, :3]) * x[:, 3:].double())
+    assert_near(npu.npu_swiglu(x), silu(x[..., :4]) * x[..., 4:].double())
+    assert_near(npu.npu_swiglu(x, 1), silu(x[:, :3]) * x[:, 3:].double())
 
 
 @pytest.mark.parametrize("approximate", [0, 1])
 def test_geglu_activates_the_right_half_unless_told(x, approximate):
     form = "tanh" if approximate else "none"
-    product, activated = npu_geglu(x, -1, approximate)
+    product, activated = npu.npu_geglu(x, -1, approximate)
     assert_near(activated, gelu(x[..., 4:], form))
     assert_near(product, gelu(x[..., 4:], form) * x[..., :4].double())
-    product, activated = npu_geglu(x, 1, approximate, True)
+    product, activated = npu.npu_geglu(x, 1, approximate, True)
     assert_near(activated, gelu(x[:, :3], form))
     assert_near(product, gelu(x[:, :3], form) * x[:, 3:].double())
 
 
 def test_geglu_uses_tanh_by_default():
     x = torch.linspace(-3, 3, 64).reshape(4, 16)
-    assert torch.equal(npu_geglu(x)[0], npu_geglu(x, -1, 1)[0]) and not torch.equal(
-        npu_geglu(x)[0], npu_geglu(x, -1, 0)[0]
+    assert torch.equal(npu.npu_geglu(x)[0], npu.npu_geglu(x, -1, 1)[0]) and not torch.equal(
+        npu.npu_geglu(x)[0], npu.npu_geglu(x, -1, 0)[0]
     )
 
 
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 def test_gelu(x, approximate):
-    assert_near(npu_gelu(x, approximate=approximate), gelu(x, approximate))
-    product = npu_gelu_mul(x, approximate=approximate)
+    assert_near(npu.npu_gelu(x, approximate=approximate), gelu(x, approximate))
+    product = npu.npu_gelu_mul(x, approximate=approximate)
     assert_near(product, gelu(x[..., :4], approximate) * x[..., 4:].double())
 
 
 def test_silu_and_fast_gelu(x):
-    assert_near(npu_silu(x), silu(x))
-    assert_near(npu_fast_gelu(x), x.double() / (1 + torch.exp(-1.702 * x.double())))
+    assert_near(npu.npu_silu(x), silu(x))
+    assert_near(npu.npu_fast_gelu(x), x.double() / (1 + torch.exp(-1.702 * x.double())))
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -84,7 +78,9 @@ def test_silu_and_fast_gelu(x):
 def test_clipped_swiglu(x, interleaved, groups):
     x = x.flatten(0, 1) * 2
     group_index = None if groups is None else torch.tensor(groups)
-    result = npu_clipped_swiglu(x, group_index=group_index, alpha=1.5, limit=3.0, bias=0.5, interleaved=interleaved)
+    result = npu.npu_clipped_swiglu(
+        x, group_index=group_index, alpha=1.5, limit=3.0, bias=0.5, interleaved=interleaved
+    )
     gate, linear = (x[:, 0::2], x[:, 1::2]) if interleaved else (x[:, :4], x[:, 4:])
     gate, linear = gate.double().clamp(max=3), linear.double().clamp(-3, 3)
     exact = gate / (1 + torch.exp(-1.5 * gate)) * (linear + 0.5)
@@ -96,25 +92,25 @@ def test_clipped_swiglu(x, interleaved, groups):
 def test_clipped_swiglu_along_another_dim():
     x = torch.randn(2, 6, 4)
     assert_near(
-        npu_clipped_swiglu(x, dim=1, interleaved=False),
-        npu_clipped_swiglu(x.transpose(1, 2).contiguous(), interleaved=False).transpose(1, 2).double(),
+        npu.npu_clipped_swiglu(x, dim=1, interleaved=False),
+        npu.npu_clipped_swiglu(x.transpose(1, 2).contiguous(), interleaved=False).transpose(1, 2).double(),
     )
     # Interleaved, the dims from dim on are one axis: neighbours are taken there, not along dim.
-    flat = npu_clipped_swiglu(x.reshape(2, 24)).reshape(2, 3, 4)
-    assert torch.equal(npu_clipped_swiglu(x, dim=1), flat)
-    assert torch.equal(npu_clipped_swiglu(x, dim=0), npu_clipped_swiglu(x.reshape(1, -1)).reshape(1, 6, 4))
+    flat = npu.npu_clipped_swiglu(x.reshape(2, 24)).reshape(2, 3, 4)
+    assert torch.equal(npu.npu_clipped_swiglu(x, dim=1), flat)
+    assert torch.equal(npu.npu_clipped_swiglu(x, dim=0), npu.npu_clipped_swiglu(x.reshape(1, -1)).reshape(1, 6, 4))
 
 
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda x: npu_swiglu(x), "dim -1 must be even"),
-        (lambda x: npu_swiglu(x, 3), "dim 3 must be even"),
-        (lambda x: npu_geglu(x, 0, 2), "approximate is 2"),
-        (lambda x: npu_gelu(x, approximate="erf"), "approximate is 'erf'"),
-        (lambda x: npu_gelu_mul(x), "must be even"),
-        (lambda x: npu_clipped_swiglu(x), "an even size along dim -1"),
-        (lambda x: npu_clipped_swiglu(x[0]), "2 dims or more"),
+        (lambda x: npu.npu_swiglu(x), "dim -1 must be even"),
+        (lambda x: npu.npu_swiglu(x, 3), "dim 3 must be even"),
+        (lambda x: npu.npu_geglu(x, 0, 2), "approximate is 2"),
+        (lambda x: npu.npu_gelu(x, approximate="erf"), "approximate is 'erf'"),
+        (lambda x: npu.npu_gelu_mul(x), "must be even"),
+        (lambda x: npu.npu_clipped_swiglu(x), "an even size along dim -1"),
+        (lambda x: npu.npu_clipped_swiglu(x[0]), "2 dims or more"),
     ],
 )
 def test_refusals(call, match):

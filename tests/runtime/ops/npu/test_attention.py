@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
-from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
+
+npu = torch.ops.npu
 
 HEADS, KV_HEADS, DIM, VALUE_DIM, BLOCK = 8, 2, 128, 128, 16
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
@@ -98,7 +98,7 @@ def test_packed_layouts_take_cumulative_lengths(name, assert_close):
     inputs, _, output = name.partition("_")
     queries, keys, values = random_sequences([3, 1, 4], [5, 2, 4])
     query, key, value = (laid_out(tensors, inputs) for tensors in (queries, keys, values))
-    result, lse = npu_fused_infer_attention_score(
+    result, lse = npu.npu_fused_infer_attention_score(
         query,
         key,
         value,
@@ -120,7 +120,7 @@ def test_packed_layouts_take_cumulative_lengths(name, assert_close):
 def test_packed_queries_over_a_paged_cache(form, dtype, assert_close):
     queries, keys, values = random_sequences([5, 1, 8, 1], [20, 9, 8, 1], dtype)
     (key_cache, table), (value_cache, _) = paged(keys, form), paged(values, form)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         torch.cat(queries),
         key_cache,
         value_cache,
@@ -144,7 +144,7 @@ def test_decode_over_a_paged_cache(name, assert_close):
     inputs, _, output = name.partition("_")
     queries, keys, values = random_sequences([1, 1, 1], [20, 9, 1])
     (key_cache, table), (value_cache, _) = paged(keys, "BnBsH"), paged(values, "BnBsH")
-    result, _ = npu_fused_infer_attention_score_v2(
+    result, _ = npu.npu_fused_infer_attention_score_v2(
         laid_out(queries, inputs),
         key_cache,
         value_cache,
@@ -163,7 +163,7 @@ def test_decode_over_a_paged_cache(name, assert_close):
 @pytest.mark.parametrize("pre_tokens, next_tokens", [(0, 0), (3, 0), (2, 1), (100, 0), (-1, 4)])
 def test_band_is_anchored_at_the_last_key(pre_tokens, next_tokens, assert_close):
     queries, keys, values = random_sequences([6, 1, 4], [11, 9, 4])
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         torch.cat(queries),
         torch.cat(keys),
         torch.cat(values),
@@ -187,7 +187,7 @@ def test_band_is_anchored_at_the_last_key(pre_tokens, next_tokens, assert_close)
 @pytest.mark.parametrize("sparse_mode", [2, 3])
 def test_causal_modes_differ_in_their_anchor(sparse_mode, assert_close):
     queries, keys, values = random_sequences([3], [5])
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         laid_out(queries, "BNSD"),
         laid_out(keys, "BNSD"),
         laid_out(values, "BNSD"),
@@ -211,7 +211,7 @@ def test_full_masks_hide_where_they_are_one(sparse_mode, shape, assert_close):
     if shape != "B1SL":
         mask = mask[:1].expand(2, -1, -1, -1)
     given = {"B1SL": mask, "11SL": mask[:1], "1SL": mask[0], "SL": mask[0, 0]}[shape].to(torch.int8)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         laid_out(queries, "BSND"),
         laid_out(keys, "BSND"),
         laid_out(values, "BSND"),
@@ -237,7 +237,7 @@ def test_full_masks_hide_where_they_are_one(sparse_mode, shape, assert_close):
 def test_the_mask_of_one_query_may_have_a_row_per_sequence(assert_close):
     queries, keys, values = random_sequences([1, 1, 1], [6, 6, 6])
     mask = torch.rand(3, 6) > 0.5
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         laid_out(queries, "BSH"),
         laid_out(keys, "BSH"),
         laid_out(values, "BSH"),
@@ -255,7 +255,7 @@ def test_the_mask_of_one_query_may_have_a_row_per_sequence(assert_close):
 
 def test_lengths_shorten_the_sequences_of_a_batch(assert_close):
     queries, keys, values = random_sequences([4, 4], [6, 6])
-    result, lse = npu_fused_infer_attention_score(
+    result, lse = npu.npu_fused_infer_attention_score(
         laid_out(queries, "BNSD"),
         laid_out(keys, "BNSD"),
         laid_out(values, "BNSD"),
@@ -279,14 +279,14 @@ def test_query_lengths_mean_nothing_where_each_sequence_has_one_query(assert_clo
     queries, keys, values = random_sequences([1, 1], [6, 6])
     arguments = [laid_out(tensors, "BNSD") for tensors in (queries, keys, values)]
     options = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "input_layout": "BNSD"}
-    plain, _ = npu_fused_infer_attention_score(*arguments, **options)
-    given, _ = npu_fused_infer_attention_score(*arguments, actual_seq_lengths=[0, 9], **options)
+    plain, _ = npu.npu_fused_infer_attention_score(*arguments, **options)
+    given, _ = npu.npu_fused_infer_attention_score(*arguments, actual_seq_lengths=[0, 9], **options)
     assert_close(given, plain)
 
 
 def test_queries_without_keys_give_zero():
     queries, keys, values = random_sequences([4, 2], [2, 0])
-    result, lse = npu_fused_infer_attention_score(
+    result, lse = npu.npu_fused_infer_attention_score(
         torch.cat(queries),
         torch.cat(keys),
         torch.cat(values),
@@ -306,7 +306,7 @@ def test_queries_without_keys_give_zero():
 def test_positions_are_biased_by_pse_shift(assert_close):
     queries, keys, values = random_sequences([4, 4], [6, 6])
     pse = torch.randn(2, HEADS, 4, 8)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         laid_out(queries, "BNSD"),
         laid_out(keys, "BNSD"),
         laid_out(values, "BNSD"),
@@ -328,7 +328,7 @@ def test_learnable_sinks_take_part_of_the_weight(name, assert_close):
     queries, keys, values = random_sequences([3, 2], [5, 2])
     sinks = torch.randn(HEADS).bfloat16()
     inputs = name.partition("_")[0]
-    result, _ = npu_fused_infer_attention_score_v2(
+    result, _ = npu.npu_fused_infer_attention_score_v2(
         laid_out(queries, inputs),
         laid_out(keys, inputs),
         laid_out(values, inputs),
@@ -367,7 +367,7 @@ def test_multi_head_latent_attention(paging, assert_close):
         key, parts["block_table"] = paged([k[..., :latent] for k in keys], paging)
         key_rope, _ = paged([k[..., latent:] for k in keys], paging)
         parts["block_size"] = BLOCK
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         query,
         key,
         key,
@@ -391,7 +391,7 @@ def test_decode_steps_equal_one_prefill(assert_close):
     (key_cache, table), (value_cache, _) = paged(keys, "BnBsH"), paged(values, "BnBsH")
 
     def run(query, context):
-        return npu_fused_infer_attention_score(
+        return npu.npu_fused_infer_attention_score(
             query,
             key_cache,
             value_cache,
@@ -414,7 +414,7 @@ def test_decode_steps_equal_one_prefill(assert_close):
 
 def test_fp64_stays_fp64():
     queries, keys, values = random_sequences([3], [3], torch.float64)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         *(laid_out(t, "BSND") for t in (queries, keys, values)),
         num_heads=HEADS,
         num_key_value_heads=KV_HEADS,
@@ -431,11 +431,11 @@ def test_prompt_flash_attention(name, assert_close):
     queries, keys, values = random_sequences([5, 5], [5, 5])
     arguments = [laid_out(tensors, inputs) for tensors in (queries, keys, values)]
     options = dict(num_heads=HEADS, num_key_value_heads=KV_HEADS, scale_value=DIM**-0.5, input_layout=name)
-    result = npu_prompt_flash_attention(*arguments, **options)
+    result = npu.npu_prompt_flash_attention(*arguments, **options)
     wanted = [expected(q, k, v, everything) for q, k, v in zip(queries, keys, values, strict=True)]
     assert_close(result, laid_out(wanted, output or inputs))
     # next_tokens is 0 by default, which a full mask brings to bear.
-    result = npu_prompt_flash_attention(*arguments, atten_mask=torch.zeros(1, 5, 5, dtype=torch.bool), **options)
+    result = npu.npu_prompt_flash_attention(*arguments, atten_mask=torch.zeros(1, 5, 5, dtype=torch.bool), **options)
     wanted = [expected(q, k, v, lambda i, j: j <= i) for q, k, v in zip(queries, keys, values, strict=True)]
     assert_close(result, laid_out(wanted, output or inputs))
 
@@ -448,7 +448,7 @@ def test_incremental_flash_attention(paging, assert_close):
     if paging:
         (key, table), (value, _) = paged(keys, "BnNBsD"), paged(values, "BnNBsD")
         parts = {"block_table": table, "block_size": BLOCK}
-    result = npu_incre_flash_attention(
+    result = npu.npu_incre_flash_attention(
         laid_out(queries, "BNSD"),
         key,
         value,

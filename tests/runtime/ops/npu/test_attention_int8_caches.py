@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
-from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 BATCH, HEADS, KV_HEADS, DIM, LENGTH, BLOCK, BLOCKS = 2, 4, 2, 32, 44, 32, 7
 TABLE = torch.tensor([[5, 2], [0, 3]], dtype=torch.int32)
@@ -50,7 +51,7 @@ def test_separate_scales(mode, with_offset, assert_close):
     keys, values = stored(), stored()
     (k_scale, k_offset, k_wide, k_shift), (v_scale, v_offset, v_wide, v_shift) = scales_of(mode), scales_of(mode)
     offsets = {"dequant_offset_key": k_offset, "dequant_offset_value": v_offset} if with_offset else {}
-    result, _ = npu_fused_infer_attention_score_v2(
+    result, _ = npu.npu_fused_infer_attention_score_v2(
         query,
         keys,
         values,
@@ -74,7 +75,7 @@ def test_prompts_take_scales_per_channel_and_per_token(mode, assert_close):
     query = torch.randn(BATCH, HEADS, 5, DIM).bfloat16()
     keys, values = stored(), stored()
     (k_scale, _, k_wide, _), (v_scale, _, v_wide, _) = scales_of(mode), scales_of(mode)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         query,
         keys,
         values,
@@ -103,12 +104,12 @@ def test_stacked_scales_of_v1(mode, assert_close):
         "input_layout": "BNSD",
     }
     wanted = attention(query, (keys.float() + k_shift) * k_wide, (values.float() + v_shift) * v_wide, 0.2)
-    fused, _ = npu_fused_infer_attention_score(
+    fused, _ = npu.npu_fused_infer_attention_score(
         query, keys, values, scale=0.2, antiquant_mode=MODES[mode], **arguments
     )
     assert_close(fused, wanted)
     if mode != "token":
-        assert_close(npu_incre_flash_attention(query, keys, values, scale_value=0.2, **arguments), wanted)
+        assert_close(npu.npu_incre_flash_attention(query, keys, values, scale_value=0.2, **arguments), wanted)
 
 
 @pytest.mark.parametrize("layout", ["BNSD", "BSH"])
@@ -118,7 +119,7 @@ def test_paged_scales(mode, layout, assert_close):
     caches = [torch.randint(-128, 128, (BLOCKS, KV_HEADS, BLOCK, DIM), dtype=torch.int8) for _ in range(2)]
     scales = [torch.rand(BLOCKS, KV_HEADS if mode == 5 else 1, BLOCK) / 64 + 0.01 for _ in range(2)]
     wide = layout == "BSH"
-    result, _ = npu_fused_infer_attention_score_v2(
+    result, _ = npu.npu_fused_infer_attention_score_v2(
         query.transpose(1, 2).flatten(2) if wide else query,
         *([cache.transpose(1, 2).flatten(2).contiguous() for cache in caches] if wide else caches),
         actual_seq_kvlen=[LENGTH, LENGTH],
@@ -146,7 +147,7 @@ def test_sizes_of_paged_int8_caches(block, dim):
     caches = [torch.zeros(2, block, dim, dtype=torch.int8) for _ in range(2)]
     scale = torch.ones(2, 1, block)
     with pytest.raises(ValueError, match="in int8"):
-        npu_fused_infer_attention_score(
+        npu.npu_fused_infer_attention_score(
             torch.zeros(1, 1, dim).bfloat16(),
             *caches,
             actual_seq_lengths_kv=[3],
@@ -165,7 +166,7 @@ def test_a_fractal_nz_cache_of_int8(assert_close):
     plain = [torch.randint(-128, 128, (BLOCKS, BLOCK, KV_HEADS, DIM * 2), dtype=torch.int8) for _ in range(2)]
     caches = [cache.unflatten(3, (2, 32)).permute(0, 2, 3, 1, 4).contiguous() for cache in plain]
     scales = [(torch.rand(KV_HEADS, 1, DIM * 2) / 64).bfloat16() for _ in range(2)]
-    result, _ = npu_fused_infer_attention_score_v2(
+    result, _ = npu.npu_fused_infer_attention_score_v2(
         query,
         *caches,
         actual_seq_kvlen=[LENGTH, LENGTH],

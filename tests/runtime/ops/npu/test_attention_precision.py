@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 HEADS, DIM = 4, 128
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
@@ -33,7 +35,7 @@ def scores_of(deviation, queries, keys, seed=0):
 @pytest.mark.parametrize("queries", [1, 40])
 def test_large_scores_lose_nothing(deviation, queries):
     query, key, value = scores_of(deviation, queries, 300)
-    found, lse = npu_fused_infer_attention_score(
+    found, lse = npu.npu_fused_infer_attention_score(
         query, key, value, num_heads=HEADS, scale=1.0, input_layout="BNSD", softmax_lse_flag=True
     )
     expected, expected_lse = softmax_in_double(query, key, value, 1.0)
@@ -44,7 +46,7 @@ def test_large_scores_lose_nothing(deviation, queries):
 @pytest.mark.parametrize("scale", [1.0, 1e4 / 64, -1e4 / 64, 1e6])
 def test_equal_values_come_back_as_they_are(scale):
     query, key = torch.ones(1, 1, 1, 64), torch.ones(1, 1, 2048, 64)
-    found, _ = npu_fused_infer_attention_score(
+    found, _ = npu.npu_fused_infer_attention_score(
         query, key, key, num_heads=1, scale=scale, input_layout="BNSD", softmax_lse_flag=False
     )
     torch.testing.assert_close(found, query, rtol=1e-6, atol=0)
@@ -55,7 +57,7 @@ def test_a_sink_takes_its_part_of_the_sum(height):
     query, key, value = scores_of(256, 7, 7)
     sinks = torch.full((HEADS,), height)
     tokens = [tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value)]
-    found, _ = npu_fused_infer_attention_score_v2(
+    found, _ = npu.npu_fused_infer_attention_score_v2(
         *tokens,
         num_query_heads=HEADS,
         softmax_scale=1.0,
@@ -71,7 +73,7 @@ def test_a_sink_takes_its_part_of_the_sum(height):
 def test_queries_that_see_no_key_give_nothing():
     """Five queries over two keys, aligned at the end: the first three are before every key."""
     query, key, value = scores_of(64, 5, 2)
-    found, lse = npu_fused_infer_attention_score(
+    found, lse = npu.npu_fused_infer_attention_score(
         query,
         key,
         value,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score, npu_fused_infer_attention_score_v2
-from torch_pagoda.runtime.ops.npu.flash_attention import npu_incre_flash_attention, npu_prompt_flash_attention
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 128, 16
 CAUSAL = torch.ones(2048, 2048, dtype=torch.int8).triu(1)
@@ -50,12 +51,12 @@ def batched(length=3, **changes):
 
 def assert_refuses(match, arguments, error=ValueError):
     with pytest.raises(error, match=match):
-        npu_fused_infer_attention_score(**arguments)
+        npu.npu_fused_infer_attention_score(**arguments)
 
 
 def test_the_cases_here_are_legal_unchanged():
     for arguments in (packed(), unpaged(), batched(), batched(length=1)):
-        result, _ = npu_fused_infer_attention_score(**arguments)
+        result, _ = npu.npu_fused_infer_attention_score(**arguments)
         assert result.shape == arguments["query"].shape and result.isfinite().all()
 
 
@@ -122,7 +123,7 @@ def test_other_sparse_modes(sparse_mode, error):
 def test_a_window_over_one_query_of_a_batch_layout(sparse_mode):
     mask = CAUSAL if sparse_mode == 4 else None
     assert_refuses("documented to ignore them", batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=3))
-    npu_fused_infer_attention_score(**batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=5))
+    npu.npu_fused_infer_attention_score(**batched(1, sparse_mode=sparse_mode, atten_mask=mask, pre_tokens=5))
 
 
 def test_paged_caches():
@@ -133,7 +134,7 @@ def test_paged_caches():
     by_token = torch.randn(4, BLOCK, KV_HEADS, DIM)
     assert_refuses("view .* as that", packed(key=by_token, value=by_token))
     by_head = by_token.transpose(1, 2).contiguous()
-    npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
+    npu.npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
     rows = {"query": torch.randn(2, 1, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
     assert_refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
     nz = by_token.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
@@ -146,7 +147,7 @@ def test_blocks_outside_the_cache(block):
     assert_refuses("the cache has 4 blocks", packed(block_table=table))
     # Entries behind the context are not read.
     table = torch.tensor([[0, block], [2, block]], dtype=torch.int32)
-    npu_fused_infer_attention_score(**packed(block_table=table))
+    npu.npu_fused_infer_attention_score(**packed(block_table=table))
 
 
 def test_heads():
@@ -164,13 +165,13 @@ def test_layouts():
     assert_refuses("one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
     assert_refuses("do not divide", batched(query=torch.randn(2, 3, 66), input_layout="BSH"))
     with pytest.raises(NotImplementedError, match="NSD"):
-        npu_fused_infer_attention_score(**batched(input_layout="NSD"))
+        npu.npu_fused_infer_attention_score(**batched(input_layout="NSD"))
     with pytest.raises(ValueError, match="BSH, BSND or BNSD"):
-        npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 2, 16)] * 2, input_layout="TND")
+        npu.npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 2, 16)] * 2, input_layout="TND")
     with pytest.raises(ValueError, match="one query a sequence"):
-        npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2)
+        npu.npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2)
     with pytest.raises(ValueError, match="BNSD_BSND or TND"):
-        npu_prompt_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2, input_layout="NTD")
+        npu.npu_prompt_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2, input_layout="NTD")
 
 
 def test_dtypes():
@@ -189,7 +190,7 @@ def int8(**changes):
 
 
 def test_int8_caches():
-    npu_fused_infer_attention_score(**int8())
+    npu.npu_fused_infer_attention_score(**int8())
     assert_refuses("need their scales", int8(key_antiquant_scale=None, value_antiquant_scale=None))
     scale = torch.ones(1)
     assert_refuses("need their scales", batched(key_antiquant_scale=scale, value_antiquant_scale=scale))
@@ -201,7 +202,7 @@ def test_int8_caches():
     assert_refuses("not taken in input_layout 'TND'", unpaged(key=zeros, value=zeros, **scales))
     cache = torch.zeros(4, KV_HEADS, 2 * BLOCK, DIM, dtype=torch.int8)
     table = {"block_table": packed()["block_table"], "block_size": 2 * BLOCK, "actual_seq_lengths_kv": [8, 5]}
-    npu_fused_infer_attention_score(**int8(key=cache, value=cache, **table))
+    npu.npu_fused_infer_attention_score(**int8(key=cache, value=cache, **table))
     assert_refuses("only FRACTAL_NZ caches", int8(length=2, key=cache, value=cache, **table))
 
 
@@ -233,14 +234,14 @@ def sinks(**changes):
     ],
 )
 def test_sinks(changes, match, error):
-    npu_fused_infer_attention_score_v2(**sinks())
+    npu.npu_fused_infer_attention_score_v2(**sinks())
     with pytest.raises(error, match=match):
-        npu_fused_infer_attention_score_v2(**{**sinks(), **changes})
+        npu.npu_fused_infer_attention_score_v2(**{**sinks(), **changes})
 
 
 def test_sinks_need_a_packed_layout():
     with pytest.raises(ValueError, match="TND or NTD_TND"):
-        npu_fused_infer_attention_score_v2(
+        npu.npu_fused_infer_attention_score_v2(
             *[torch.randn(1, 2, 3, 16)] * 3,
             num_query_heads=2,
             input_layout="BNSD",
@@ -274,9 +275,9 @@ def test_what_has_no_kernel_is_named(name):
 @pytest.mark.parametrize("name", ["quant_scale_out", "dequant_scale_query", "quant_scale_p"])
 def test_what_v2_has_no_kernel_for_is_named(name):
     with pytest.raises(NotImplementedError, match=f"does not implement {name}"):
-        npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, **{name: torch.ones(1)})
+        npu.npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, **{name: torch.ones(1)})
     with pytest.raises(NotImplementedError, match="query_quant_mode"):
-        npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, query_quant_mode=3)
+        npu.npu_fused_infer_attention_score_v2(*[torch.randn(1, 2, 3, 16)] * 3, query_quant_mode=3)
 
 
 def latent(**changes):
@@ -366,17 +367,19 @@ def with_rope(arguments, dim=64):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_sizes_that_the_documents_forbid(legal, illegal, match):
-    npu_fused_infer_attention_score(**legal)
+    npu.npu_fused_infer_attention_score(**legal)
     with pytest.raises(ValueError, match=match):
         torch.ops.npu.npu_fused_infer_attention_score(**illegal)
     if "softmax_lse_flag" not in illegal:
         names = {"actual_seq_lengths": "actual_seq_qlen", "actual_seq_lengths_kv": "actual_seq_kvlen"}
         names["num_heads"] = "num_query_heads"
         with pytest.raises(ValueError, match=match):
-            npu_fused_infer_attention_score_v2(**{names.get(name, name): given for name, given in illegal.items()})
+            npu.npu_fused_infer_attention_score_v2(
+                **{names.get(name, name): given for name, given in illegal.items()}
+            )
 
 
-@pytest.mark.parametrize("kernel", [npu_prompt_flash_attention, npu_incre_flash_attention])
+@pytest.mark.parametrize("kernel", [npu.npu_prompt_flash_attention, npu.npu_incre_flash_attention])
 def test_heads_of_query_and_key_are_of_one_size(kernel):
     arguments = batched(length=1, key=torch.randn(2, KV_HEADS, 6, DIM // 2))
     with pytest.raises(ValueError, match="128 dims in query, 64 in key"):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
-from torch_pagoda.runtime.ops.npu.grouped_quant_matmul import MAX_INT4_INPUTS
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4
+from torch_pagoda.runtime.ops.npu.limits.moe import MAX_INT4_INPUTS
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits
+
+npu = torch.ops.npu
 
 COUNTS = torch.tensor([2, 0, 5])
 GROUP = torch.tensor([0, 0, 2, 2, 2, 2, 2])
@@ -35,7 +37,7 @@ def by_4_bits(inputs=40, outputs=16):
 
 def multiply(rows, packed, scale, sums, of_rows, code=FP32):
     more = {"scale": [scale], "bias": [sums], "per_token_scale": [of_rows], "output_dtype": code}
-    (found,) = npu_grouped_matmul([rows], [packed], **more, **GIVEN)
+    (found,) = npu.npu_grouped_matmul([rows], [packed], **more, **GIVEN)
     return found
 
 
@@ -126,7 +128,7 @@ def test_what_does_not_fit_beside_4_bits(change, words):
     rows, weight, scale, sums, of_rows = by_4_bits()
     given = {"scale": [bits_of_float(scale)[:, None]], "bias": [sums], "per_token_scale": [of_rows], **change}
     with pytest.raises(ValueError, match=words):
-        npu_grouped_matmul([rows], [pack_int4(weight)], output_dtype=BF16, **given, **GIVEN)
+        npu.npu_grouped_matmul([rows], [pack_int4(weight)], output_dtype=BF16, **given, **GIVEN)
 
 
 FORMS = {"int8": (8, 0), "int4": (4, 0), "int4 in groups": (4, 5)}
@@ -151,7 +153,7 @@ def meant(weight, scale, offset):
 
 def multiply_floats(rows, weight, scale, offset, **more):
     packed = pack_int4(weight) if int(weight.max()) < 8 and int(weight.min()) >= -8 else weight
-    (found,) = npu_grouped_matmul(
+    (found,) = npu.npu_grouped_matmul(
         [rows], [packed], antiquant_scale=[scale], antiquant_offset=[offset], **more, **GIVEN
     )
     return found
@@ -200,7 +202,7 @@ def test_what_does_not_fit_beside_rounded_matrices(form, change, words):
     rows, weight, scale, offset = rounded(form)
     given = {"antiquant_scale": [scale], "antiquant_offset": [offset], **change}
     with pytest.raises(ValueError, match=words):
-        npu_grouped_matmul([rows], [weight if form == "int8" else pack_int4(weight)], **given, **GIVEN)
+        npu.npu_grouped_matmul([rows], [weight if form == "int8" else pack_int4(weight)], **given, **GIVEN)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
-from torch_pagoda.runtime.ops.npu.grouped_swiglu_quant import npu_grouped_matmul_swiglu_quant_v2
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float
-from torch_pagoda.runtime.ops.npu.swiglu_quant import npu_dequant_swiglu_quant
+
+npu = torch.ops.npu
 
 COUNTS = [4, 0, 7]
 
@@ -58,7 +57,7 @@ def dequantised(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_formula_in_float64(bits: int) -> None:
-    found, wanted = npu_grouped_matmul_swiglu_quant_v2(**call(bits)), exact(bits)
+    found, wanted = npu.npu_grouped_matmul_swiglu_quant_v2(**call(bits)), exact(bits)
     assert found[0].dtype is torch.int8 and found[1].dtype is torch.float32 and found[1].shape == (11,)
     torch.testing.assert_close(found[1].double(), wanted.abs().amax(-1) / 127, rtol=1e-5, atol=0)
     assert ((dequantised(found) - wanted).abs() <= 0.5001 * found[1].double()[:, None]).all()
@@ -72,7 +71,7 @@ def test_it_is_the_product_and_the_activation_without_their_rounding(bits: int) 
     """In float32 the two operators that it stands for give the same numbers."""
     given = call(bits)
     scale = given["weight_scale"][0]
-    (whole,) = npu_grouped_matmul(
+    (whole,) = npu.npu_grouped_matmul(
         [given["x"]],
         given["weight"],
         scale=[scale[:, None] if bits == 4 else scale],
@@ -84,10 +83,10 @@ def test_it_is_the_product_and_the_activation_without_their_rounding(bits: int) 
         group_type=0,
         output_dtype=6,
     )
-    expected = npu_dequant_swiglu_quant(whole, activate_left=True, quant_mode=1)
-    for found, wanted in zip(npu_grouped_matmul_swiglu_quant_v2(**given), expected, strict=True):
+    expected = npu.npu_dequant_swiglu_quant(whole, activate_left=True, quant_mode=1)
+    for found, wanted in zip(npu.npu_grouped_matmul_swiglu_quant_v2(**given), expected, strict=True):
         assert torch.equal(found, wanted)
-    rounded_before = npu_dequant_swiglu_quant(whole.bfloat16(), activate_left=True, quant_mode=1)
+    rounded_before = npu.npu_dequant_swiglu_quant(whole.bfloat16(), activate_left=True, quant_mode=1)
     assert not torch.equal(rounded_before[0], expected[0]), "16 bits between them are other numbers"
 
 
@@ -103,23 +102,23 @@ def test_scales_of_groups() -> None:
     whole = torch.einsum("mk,mkn->mn", given["x"].double(), meant[of_row]) * given["x_scale"].double()[:, None]
     left, right = whole.chunk(2, -1)
     wanted = F.silu(left) * right
-    found = npu_grouped_matmul_swiglu_quant_v2(**given)
+    found = npu.npu_grouped_matmul_swiglu_quant_v2(**given)
     torch.testing.assert_close(found[1].double(), wanted.abs().amax(-1) / 127, rtol=1e-5, atol=0)
     assert ((dequantised(found) - wanted).abs() <= 0.501 * found[1].double()[:, None]).all()
-    other = npu_grouped_matmul_swiglu_quant_v2(**{**given, "weight_scale": [bits_of_float(scale.roll(1, 1))]})
+    other = npu.npu_grouped_matmul_swiglu_quant_v2(**{**given, "weight_scale": [bits_of_float(scale.roll(1, 1))]})
     assert ((dequantised(other) - wanted).abs() > 0.6 * found[1].double()[:, None]).any()
     with pytest.raises(ValueError, match=r"weight_scale is torch.int64 \(3, 4, 64\)"):
-        npu_grouped_matmul_swiglu_quant_v2(**{**given, "dequant_mode": 0})
+        npu.npu_grouped_matmul_swiglu_quant_v2(**{**given, "dequant_mode": 0})
 
 
 def test_ends_and_counts_and_dtypes_of_scales() -> None:
-    plain = npu_grouped_matmul_swiglu_quant_v2(**call())
-    ends = npu_grouped_matmul_swiglu_quant_v2(**call(group_list=torch.tensor([4, 4, 11]), group_list_type=0))
+    plain = npu.npu_grouped_matmul_swiglu_quant_v2(**call())
+    ends = npu.npu_grouped_matmul_swiglu_quant_v2(**call(group_list=torch.tensor([4, 4, 11]), group_list_type=0))
     assert all(torch.equal(a, b) for a, b in zip(plain, ends, strict=True))
     for dtype in (torch.float16, torch.bfloat16):
         scale = call()["weight_scale"][0].to(dtype)
-        narrow = npu_grouped_matmul_swiglu_quant_v2(**call(weight_scale=[scale]))
-        wide = npu_grouped_matmul_swiglu_quant_v2(**call(weight_scale=[scale.float()]))
+        narrow = npu.npu_grouped_matmul_swiglu_quant_v2(**call(weight_scale=[scale]))
+        wide = npu.npu_grouped_matmul_swiglu_quant_v2(**call(weight_scale=[scale.float()]))
         assert all(torch.equal(a, b) for a, b in zip(narrow, wide, strict=True))
 
 
@@ -134,7 +133,7 @@ def test_ends_and_counts_and_dtypes_of_scales() -> None:
     ids=["scales of another expert", "scales of other rows", "rows of another expert", "gate and up exchanged"],
 )
 def test_mistakes_are_other_numbers(change: dict[str, Any]) -> None:
-    wrong, wanted = dequantised(npu_grouped_matmul_swiglu_quant_v2(**call(**change))), exact()
+    wrong, wanted = dequantised(npu.npu_grouped_matmul_swiglu_quant_v2(**call(**change))), exact()
     assert ((wrong - wanted).abs() > 0.02 * wanted.abs()).double().mean() > 0.5
 
 
@@ -154,13 +153,13 @@ def test_mistakes_are_other_numbers(change: dict[str, Any]) -> None:
 )
 def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        npu_grouped_matmul_swiglu_quant_v2(**call(**change))
+        npu.npu_grouped_matmul_swiglu_quant_v2(**call(**change))
 
 
 def test_more_outputs_than_it_takes() -> None:
     wide = {"weight": [numbers(3, 48, 10242)], "weight_scale": [torch.ones(3, 10242)]}
     with pytest.raises(ValueError, match="weight has 10242 outputs; an even number up to 10240"):
-        npu_grouped_matmul_swiglu_quant_v2(**call(**wide))
+        npu.npu_grouped_matmul_swiglu_quant_v2(**call(**wide))
 
 
 @pytest.mark.parametrize(
@@ -175,4 +174,4 @@ def test_more_outputs_than_it_takes() -> None:
 )
 def test_what_has_no_kernel(change: dict[str, Any], words: str) -> None:
     with pytest.raises(NotImplementedError, match=words):
-        npu_grouped_matmul_swiglu_quant_v2(**call(**change))
+        npu.npu_grouped_matmul_swiglu_quant_v2(**call(**change))

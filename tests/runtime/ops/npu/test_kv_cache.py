@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score
-from torch_pagoda.runtime.ops.npu.kv_cache import npu_scatter_nd_update_, npu_scatter_pa_kv_cache, scatter_update_
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 BLOCKS, BLOCK, HEADS, DIM = 5, 8, 2, 32
 SLOTS = torch.tensor([13, 0, -1, 39, 7])
@@ -43,7 +44,7 @@ def test_scatter_pa_kv_cache(mode, dtype):
 def test_scatter_writes_fractal_nz_by_default():
     key = torch.randn(5, HEADS, DIM)
     cache = caches(torch.float32, "PA_NZ")
-    npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), SLOTS)
+    npu.npu_scatter_pa_kv_cache(key, key, cache, cache.clone(), SLOTS)
     assert torch.equal(cache[1, :, 5], key[0].reshape(-1, 16))
 
 
@@ -66,11 +67,11 @@ def test_what_is_scattered_is_what_attention_reads(assert_close):
     }
     for start, end in ((0, 150), (150, 151), (151, length)):
         tokens = keys[start:end], values[start:end]
-        npu_scatter_pa_kv_cache(*tokens, key_cache, value_cache, slots[start:end].int(), cache_mode="Norm")
-    paged, _ = npu_fused_infer_attention_score(
+        npu.npu_scatter_pa_kv_cache(*tokens, key_cache, value_cache, slots[start:end].int(), cache_mode="Norm")
+    paged, _ = npu.npu_fused_infer_attention_score(
         query, key_cache.flatten(2), value_cache.flatten(2), block_table=table, block_size=block, **common
     )
-    plain, _ = npu_fused_infer_attention_score(query, keys, values, **common)
+    plain, _ = npu.npu_fused_infer_attention_score(query, keys, values, **common)
     assert_close(paged, plain)
 
 
@@ -99,16 +100,16 @@ def test_scatter_pa_refusals(changes, match):
         "slot_mapping": SLOTS,
         "cache_mode": "Norm",
     }
-    npu_scatter_pa_kv_cache(**arguments)
+    npu.npu_scatter_pa_kv_cache(**arguments)
     with pytest.raises(ValueError, match=match):
-        npu_scatter_pa_kv_cache(**{**arguments, **changes})
+        npu.npu_scatter_pa_kv_cache(**{**arguments, **changes})
     with pytest.raises(NotImplementedError, match="compress_lens"):
-        npu_scatter_pa_kv_cache(**arguments, compress_lens=torch.zeros(1))
+        npu.npu_scatter_pa_kv_cache(**arguments, compress_lens=torch.zeros(1))
 
 
 def test_scatter_nd_update():
     x, updates = torch.zeros(3, 4, 2), torch.randn(2, 2)
-    returned = npu_scatter_nd_update_(x, torch.tensor([[2, 1], [0, 3]]), updates)
+    returned = npu.npu_scatter_nd_update_(x, torch.tensor([[2, 1], [0, 3]]), updates)
     assert returned is x and torch.equal(x[2, 1], updates[0]) and torch.equal(x[0, 3], updates[1])
     assert x.count_nonzero() == 4
     for indices, update, match in (
@@ -119,15 +120,15 @@ def test_scatter_nd_update():
         (torch.tensor([[1]]), torch.zeros(1, 4, 2).half(), "updates has shape"),
     ):
         with pytest.raises(ValueError, match=match):
-            npu_scatter_nd_update_(x, indices, update)
+            npu.npu_scatter_nd_update_(x, indices, update)
 
 
 def test_scatter_update_writes_from_an_offset_on():
     x, updates = torch.zeros(2, 6, 3), torch.randn(2, 2, 3)
-    assert scatter_update_(x, torch.tensor([4, 1]), updates, -2) is x
+    assert npu.scatter_update_(x, torch.tensor([4, 1]), updates, -2) is x
     assert torch.equal(x[0, 4:6], updates[0]) and torch.equal(x[1, 1:3], updates[1]) and x.count_nonzero() == 12
     x = torch.zeros(3, 6)
-    scatter_update_(x, torch.tensor([[2, 0], [0, 5]]), torch.tensor([[7.0], [8.0]]), 1)
+    npu.scatter_update_(x, torch.tensor([[2, 0], [0, 5]]), torch.tensor([[7.0], [8.0]]), 1)
     assert x[2, 0] == 7 and x[0, 5] == 8 and x.count_nonzero() == 2
     for indices, update, axis, match in (
         (torch.tensor([5, 0]), torch.zeros(2, 2), 1, "outside input"),
@@ -138,7 +139,7 @@ def test_scatter_update_writes_from_an_offset_on():
         (torch.tensor([0, 1]), torch.zeros(1, 2), 1, "indices has shape"),
     ):
         with pytest.raises(ValueError, match=match):
-            scatter_update_(x, indices, update, axis)
+            npu.scatter_update_(x, indices, update, axis)
 
 
 def test_keys_and_values_have_as_many_heads():

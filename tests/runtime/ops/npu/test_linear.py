@@ -1,11 +1,13 @@
-"""npu_linear and npu_transpose_batchmatmul against plain products."""
+"""npu_linear and npu.npu_transpose_batchmatmul against plain products."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops.npu.linear import npu_linear, npu_transpose_batchmatmul
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 BATCH, ROWS, FEATURES, COLUMNS = 3, 5, 16, 32
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,7 +19,7 @@ def test_linear(dtype, bias, assert_close):
     x, weight = torch.randn(ROWS, FEATURES).to(dtype), torch.randn(COLUMNS, FEATURES).to(dtype)
     shift = torch.randn(COLUMNS).to(dtype) if bias else None
     expected = x.double() @ weight.double().t() + (shift.double() if shift is not None else 0)
-    assert_close(npu_linear(x, weight, shift), expected.to(dtype))
+    assert_close(npu.npu_linear(x, weight, shift), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -32,18 +34,18 @@ def test_batched_product_with_turns(dtype, rows_first, strided, assert_close):
     else:
         weight = weight.transpose(1, 2).contiguous().transpose(1, 2)
     turn = {"perm_x1": [1, 0, 2]} if rows_first else {}
-    found = npu_transpose_batchmatmul(given, weight, **turn)
+    found = npu.npu_transpose_batchmatmul(given, weight, **turn)
     assert found.is_contiguous()
     assert_close(found, expected.to(dtype))  # [rows, batch, columns]
 
 
 def test_a_result_in_parts():
     x, weight = torch.randn(BATCH, ROWS, FEATURES), torch.randn(BATCH, FEATURES, COLUMNS)
-    whole = npu_transpose_batchmatmul(x, weight)
-    parts = npu_transpose_batchmatmul(x, weight, batch_split_factor=2)
+    whole = npu.npu_transpose_batchmatmul(x, weight)
+    parts = npu.npu_transpose_batchmatmul(x, weight, batch_split_factor=2)
     assert torch.equal(parts, whole.flatten(1).view(ROWS, 2, -1).transpose(0, 1))
     with pytest.raises(ValueError, match="batch_split_factor=5 does not divide 3 \\* 32"):
-        npu_transpose_batchmatmul(x, weight, batch_split_factor=5)
+        npu.npu_transpose_batchmatmul(x, weight, batch_split_factor=5)
 
 
 @pytest.mark.parametrize(
@@ -84,9 +86,9 @@ def test_linear_refuses(changes, match):
 )
 def test_refusals(changes, match):
     arguments = {"input": torch.zeros(BATCH, ROWS, FEATURES), "weight": torch.zeros(BATCH, FEATURES, COLUMNS)}
-    npu_transpose_batchmatmul(**arguments)
+    npu.npu_transpose_batchmatmul(**arguments)
     with pytest.raises(ValueError, match=match):
-        npu_transpose_batchmatmul(**{**arguments, **changes})
+        npu.npu_transpose_batchmatmul(**{**arguments, **changes})
     for unknown in ("bias", "scale"):
         with pytest.raises(NotImplementedError, match=unknown):
-            npu_transpose_batchmatmul(**arguments, **{unknown: torch.ones(1)})
+            npu.npu_transpose_batchmatmul(**arguments, **{unknown: torch.ones(1)})

@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.attention import npu_fused_infer_attention_score
-from torch_pagoda.runtime.ops.npu.mla_prolog import npu_mla_prolog_v3
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 HEADS, HIDDEN, COMPRESSED, CONTENT, LATENT, ROPE, BLOCKS, BLOCK = 4, 64, 48, 32, 512, 64, 3, 16
 TOKENS = 6
@@ -98,7 +99,7 @@ def test_products_are_rounded_before_norms_and_rotations():
     """As the vendor's kernel does: each result is the nearest bfloat16, but where fp32's own rounding decides."""
     w, (sin, cos), (kv_cache, kr_cache) = weights(), tables(), caches()
     x, slots = torch.randn(TOKENS, HIDDEN).bfloat16(), torch.arange(TOKENS)
-    found = npu_mla_prolog_v3(x, *w, sin, cos, kv_cache, kr_cache, cache_index=slots, query_norm_flag=True)
+    found = npu.npu_mla_prolog_v3(x, *w, sin, cos, kv_cache, kr_cache, cache_index=slots, query_norm_flag=True)
     rows = [cache.flatten(0, 2)[:TOKENS] for cache in (kv_cache, kr_cache)]
     expected = by_layers(x, w, sin, cos, rounded=lambda value: value.bfloat16().double())
     for result, wanted in zip((found[0], found[1], *rows, found[3]), expected, strict=True):
@@ -110,13 +111,15 @@ def test_attention_over_what_it_wrote(mode, assert_close):
     w, (sin, cos), (kv_cache, kr_cache) = weights(), tables(), caches()
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
     slots = torch.tensor([32, 33, 34, 35, 36, 37])
-    query, query_rope, *_ = npu_mla_prolog_v3(x, *w, sin, cos, kv_cache, kr_cache, cache_index=slots, cache_mode=mode)
+    query, query_rope, *_ = npu.npu_mla_prolog_v3(
+        x, *w, sin, cos, kv_cache, kr_cache, cache_index=slots, cache_mode=mode
+    )
     if mode == "PA_NZ":
         kv_cache = kv_cache.view(BLOCKS, 1, LATENT // 16, BLOCK, 16)
         kr_cache = kr_cache.view(BLOCKS, 1, ROPE // 16, BLOCK, 16)
     else:
         kv_cache, kr_cache = kv_cache.flatten(2), kr_cache.flatten(2)
-    result, _ = npu_fused_infer_attention_score(
+    result, _ = npu.npu_fused_infer_attention_score(
         query,
         kv_cache,
         kv_cache,
@@ -157,9 +160,9 @@ def test_refusals(changes, match):
     arguments = dict(zip(names, weights(), strict=True)) | {"token_x": torch.zeros(TOKENS, HIDDEN).bfloat16()}
     arguments |= dict(zip(("rope_sin", "rope_cos"), tables(), strict=True))
     arguments |= dict(zip(("kv_cache", "kr_cache"), caches(), strict=True)) | {"cache_index": SLOTS}
-    npu_mla_prolog_v3(**arguments)
+    npu.npu_mla_prolog_v3(**arguments)
     with pytest.raises(ValueError, match=match):
-        npu_mla_prolog_v3(**{**arguments, **changes})
+        npu.npu_mla_prolog_v3(**{**arguments, **changes})
     for unknown in ({"cache_mode": "PA_BLK_NZ"}, {"weight_quant_mode": 1}, {"quant_scale_ckv": torch.ones(1)}):
         with pytest.raises(NotImplementedError, match=next(iter(unknown))):
-            npu_mla_prolog_v3(**{**arguments, **unknown})
+            npu.npu_mla_prolog_v3(**{**arguments, **unknown})

@@ -7,15 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_pagoda.runtime.ops.npu.grouped_matmul import npu_grouped_matmul
-from torch_pagoda.runtime.ops.npu.moe_gating import npu_moe_gating_top_k, npu_moe_gating_top_k_softmax
-from torch_pagoda.runtime.ops.npu.moe_routing import (
-    npu_moe_compute_expert_tokens,
-    npu_moe_finalize_routing,
-    npu_moe_init_routing_v2,
-    npu_moe_token_unpermute,
-)
-from torch_pagoda.runtime.ops.npu.swiglu_quant import npu_dequant_swiglu_quant
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 TOKENS, EXPERTS, CHOICES, HIDDEN = 6, 16, 3, 8
 
@@ -34,7 +28,7 @@ def chosen_by_hand(scores, groups, kept_groups, worth, count):
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_gating_top_k(norm_type, groups, kept_groups, group_select_mode, with_bias):
     x, bias = torch.randn(TOKENS, EXPERTS), torch.randn(EXPERTS) if with_bias else None
-    weights, experts, probabilities = npu_moe_gating_top_k(
+    weights, experts, probabilities = npu.npu_moe_gating_top_k(
         x,
         CHOICES,
         bias=bias,
@@ -62,14 +56,14 @@ def test_gating_top_k(norm_type, groups, kept_groups, group_select_mode, with_bi
 def test_equal_scores_go_to_the_first_expert():
     x = torch.zeros(2, EXPERTS)
     x[1, 7:] = 1
-    assert npu_moe_gating_top_k(x, 2)[1].tolist() == [[0, 1], [7, 8]]
-    assert npu_moe_gating_top_k_softmax(x, None, 2)[1].tolist() == [[0, 1], [7, 8]]
+    assert npu.npu_moe_gating_top_k(x, 2)[1].tolist() == [[0, 1], [7, 8]]
+    assert npu.npu_moe_gating_top_k_softmax(x, None, 2)[1].tolist() == [[0, 1], [7, 8]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_gating_top_k_softmax(dtype):
     x = torch.randn(2, 3, EXPERTS).to(dtype)
-    weights, experts, rows = npu_moe_gating_top_k_softmax(x, None, CHOICES)
+    weights, experts, rows = npu.npu_moe_gating_top_k_softmax(x, None, CHOICES)
     values, indices = x.float().softmax(-1).topk(CHOICES)
     assert torch.equal(weights, values.to(dtype)) and torch.equal(experts.long(), indices)
     assert rows.reshape(6, CHOICES).tolist() == [[j * 6 + i for j in range(CHOICES)] for i in range(6)]
@@ -82,7 +76,7 @@ def test_half_precision_is_ranked_rounded_where_a_device_does(experts, count, ro
     x[0, 5], x[0, 3] = 1e-4, 0.0
     probabilities = x.float().softmax(-1).half()
     assert probabilities[0, 5] == probabilities[0, 3]
-    _, chosen, _ = npu_moe_gating_top_k_softmax(x, None, count)
+    _, chosen, _ = npu.npu_moe_gating_top_k_softmax(x, None, count)
     assert chosen[0, :2].tolist() == ([3, 5] if rounds else [5, 3])
 
 
@@ -90,7 +84,7 @@ def routed(**changes):
     x = torch.randn(TOKENS, HIDDEN)
     experts = torch.stack([torch.randperm(EXPERTS)[:CHOICES] for _ in range(TOKENS)]).int()
     arguments = {"expert_num": EXPERTS, "expert_tokens_num_flag": True, "expert_tokens_num_type": 1, **changes}
-    return x, experts, npu_moe_init_routing_v2(x, experts, **arguments)
+    return x, experts, npu.npu_moe_init_routing_v2(x, experts, **arguments)
 
 
 @pytest.mark.parametrize("active", [(0, EXPERTS), (5, 9)])
@@ -112,13 +106,13 @@ def test_init_routing_variants():
     scale = torch.rand(TOKENS)
     torch.manual_seed(1)
     x, experts, (_, places, counts, scales) = routed(scale=scale)
-    ends = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, expert_tokens_num_flag=True)[2]
+    ends = npu.npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, expert_tokens_num_flag=True)[2]
     assert torch.equal(ends, counts.cumsum(0))
-    assert torch.equal(ends.int(), npu_moe_compute_expert_tokens(experts.flatten().sort().values, EXPERTS))
-    scatter = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, row_idx_type=1)
+    assert torch.equal(ends.int(), npu.npu_moe_compute_expert_tokens(experts.flatten().sort().values, EXPERTS))
+    scatter = npu.npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS, row_idx_type=1)
     assert torch.equal(scatter[1].argsort().int(), places) and scatter[2].shape == ()
     assert torch.equal(scales, scale[scatter[1].long() // CHOICES])
-    pairs = npu_moe_init_routing_v2(
+    pairs = npu.npu_moe_init_routing_v2(
         x,
         experts,
         expert_num=EXPERTS,
@@ -142,7 +136,7 @@ def test_finalize_routing(mode, dtype, assert_close):
     if padded:
         places[4] = -1
     given = rows.view(2, 9, HIDDEN) if padded else rows
-    result = npu_moe_finalize_routing(given, skip1, skip2, bias, scales, places, experts, mode)
+    result = npu.npu_moe_finalize_routing(given, skip1, skip2, bias, scales, places, experts, mode)
     wanted = skip1.double() + skip2.double()
     for token in range(TOKENS):
         for choice in range(CHOICES):
@@ -150,8 +144,8 @@ def test_finalize_routing(mode, dtype, assert_close):
             row = rows[place].double() if place >= 0 else torch.zeros(HIDDEN).double()
             wanted[token] += scales[token, choice].double() * (row + bias[experts[token, choice]].double())
     assert_close(result, wanted.to(dtype))
-    unscaled = npu_moe_finalize_routing(given, None, None, None, None, places, None, mode, CHOICES)
-    ones = npu_moe_finalize_routing(given, None, None, None, torch.ones_like(scales), places, None, mode)
+    unscaled = npu.npu_moe_finalize_routing(given, None, None, None, None, places, None, mode, CHOICES)
+    ones = npu.npu_moe_finalize_routing(given, None, None, None, torch.ones_like(scales), places, None, mode)
     assert torch.equal(unscaled, ones)
 
 
@@ -161,12 +155,12 @@ def test_token_unpermute(dtype, choices, assert_close):
     """Rows that init_routing sorted come back weighted, whichever of the two operators adds them up."""
     x = torch.randn(TOKENS, HIDDEN).to(dtype)
     experts = torch.randint(0, EXPERTS, (TOKENS, choices), dtype=torch.int32)
-    rows, places, *_ = npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS)
+    rows, places, *_ = npu.npu_moe_init_routing_v2(x, experts, expert_num=EXPERTS)
     rows = rows + torch.arange(len(rows))[:, None].to(dtype)  # each row its own
     scales = torch.rand(TOKENS, choices).to(dtype)
     found = torch.ops.npu.npu_moe_token_unpermute(rows, places, scales)
     assert found.dtype is dtype
-    assert_close(found, npu_moe_finalize_routing(rows, None, None, None, scales, places, None, 2))
+    assert_close(found, npu.npu_moe_finalize_routing(rows, None, None, None, scales, places, None, 2))
     wanted = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for i, place in enumerate(places.tolist()):
         wanted[i // choices] += scales.flatten()[i].double() * rows[place].double()
@@ -189,13 +183,13 @@ def test_grouped_matmul(dtype, form, assert_close):
     counts = torch.tensor(sizes)
     options = {"split_item": 3, "group_type": 0, "group_list_type": int(form == "counts")}
     groups = counts if form == "counts" else counts.cumsum(0)
-    (result,) = npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, **options)
+    (result,) = npu.npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, **options)
     parts = [
         part.double() @ weight[expert].double() + bias[expert].double()
         for expert, part in enumerate(rows.split(sizes))
     ]
     assert_close(result, torch.cat(parts).to(dtype))
-    (wide,) = npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, output_dtype=6, **options)
+    (wide,) = npu.npu_grouped_matmul([rows], weights, bias=biases, group_list=groups, output_dtype=6, **options)
     assert wide.dtype is torch.float32
 
 
@@ -229,42 +223,51 @@ PLACES = torch.arange(18, dtype=torch.int32)
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda: npu_moe_gating_top_k(LOGITS, 2, bias=torch.zeros(EXPERTS).half()), "bias has shape"),
-        (lambda: npu_moe_gating_top_k(LOGITS, 2, renorm=1), "renorm is 1"),
-        (lambda: npu_moe_gating_top_k(LOGITS, 2, group_count=3), "group_count is 3"),
-        (lambda: npu_moe_gating_top_k(LOGITS, 2, group_count=8, k_group=2), "larger than 2"),
-        (lambda: npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5 and k_group 1"),
-        (lambda: npu_moe_gating_top_k(LOGITS[None], 2), "x has shape"),
-        (lambda: npu_moe_gating_top_k_softmax(LOGITS, None, 17), "k is 17"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN), "expert_num is -1"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN.long(), expert_num=4), "int32"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN + 4, expert_num=4), r"expert_idx lies in \[4, 4\]"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_expert_range=[2, 5]), r"\[2, 5\]"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, scale=torch.zeros(2)), "scale has shape"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 5])}), "fill the 6"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([8, 6])}), "fill the 6"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type is None"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT[:, :7]], **GROUPED), "must be .M, K."),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], bias=[torch.zeros(2, 4).half()], **GROUPED), "bias has shapes"),
-        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 4), "drop_pad_mode is 4"),
-        (lambda: npu_moe_finalize_routing(X, None, X, None, None, PLACES[:6], None), "skip2 is given"),
-        (lambda: npu_moe_finalize_routing(X, None, None, X, None, PLACES[:6], None), "bias is given"),
-        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6] - 1, None), r"lies in \[-1, 4\]"),
-        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 0, 3), r"lies in \[0, 17\]"),
-        (lambda: npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6], None, 1), "must be"),
-        (lambda: npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None), "skip1 has dtype"),
-        (lambda: npu_moe_gating_top_k(torch.zeros(1, 2), 1), "larger than 2"),
-        (lambda: npu_moe_gating_top_k(torch.zeros(1, 2049), 1), "x has 2049 experts"),
-        (lambda: npu_moe_gating_top_k(torch.zeros(1, 325), 1, group_count=65), "filled up to multiples of 32"),
-        (lambda: npu_moe_gating_top_k_softmax(torch.zeros(1, 1100), None, 1025), "k of 1024 at most"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=10241), "at most 10240"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=5121, expert_tokens_num_type=2), "at most 5120"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:5]), r"int32 \[T\*K\]"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:6].long()), "int32"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:6] + 1), r"lies in \[1, 6\]; there are 6 rows"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:6], torch.rand(2, 2)), r"probs has shape \(2, 2\)"),
-        (lambda: npu_moe_token_unpermute(ONES, ONES[:, 0].int() - 1, torch.rand(1, 513)), "K at most 512"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, bias=torch.zeros(EXPERTS).half()), "bias has shape"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, renorm=1), "renorm is 1"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=3), "group_count is 3"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=8, k_group=2), "larger than 2"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5 and k_group 1"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS[None], 2), "x has shape"),
+        (lambda: npu.npu_moe_gating_top_k_softmax(LOGITS, None, 17), "k is 17"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN), "expert_num is -1"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN.long(), expert_num=4), "int32"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN + 4, expert_num=4), r"expert_idx lies in \[4, 4\]"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_expert_range=[2, 5]), r"\[2, 5\]"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, scale=torch.zeros(2)), "scale has shape"),
+        (
+            lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 5])}),
+            "fill the 6",
+        ),
+        (
+            lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([8, 6])}),
+            "fill the 6",
+        ),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type is None"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT[:, :7]], **GROUPED), "must be .M, K."),
+        (
+            lambda: npu.npu_grouped_matmul([X], [WEIGHT], bias=[torch.zeros(2, 4).half()], **GROUPED),
+            "bias has shapes",
+        ),
+        (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 4), "drop_pad_mode is 4"),
+        (lambda: npu.npu_moe_finalize_routing(X, None, X, None, None, PLACES[:6], None), "skip2 is given"),
+        (lambda: npu.npu_moe_finalize_routing(X, None, None, X, None, PLACES[:6], None), "bias is given"),
+        (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6] - 1, None), r"lies in \[-1, 4\]"),
+        (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 0, 3), r"lies in \[0, 17\]"),
+        (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6], None, 1), "must be"),
+        (lambda: npu.npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None), "skip1 has dtype"),
+        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2), 1), "larger than 2"),
+        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2049), 1), "x has 2049 experts"),
+        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 325), 1, group_count=65), "filled up to multiples of 32"),
+        (lambda: npu.npu_moe_gating_top_k_softmax(torch.zeros(1, 1100), None, 1025), "k of 1024 at most"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=10241), "at most 10240"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=5121, expert_tokens_num_type=2), "at most 5120"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:5]), r"int32 \[T\*K\]"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6].long()), "int32"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6] + 1), r"lies in \[1, 6\]; there are 6 rows"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6], torch.rand(2, 2)), r"probs has shape \(2, 2\)"),
+        (lambda: npu.npu_moe_token_unpermute(ONES, ONES[:, 0].int() - 1, torch.rand(1, 513)), "K at most 512"),
     ],
 )
 def test_refusals(call, match):
@@ -275,20 +278,20 @@ def test_refusals(call, match):
 @pytest.mark.parametrize(
     "call, name",
     [
-        (lambda: npu_moe_gating_top_k(LOGITS, 2, input_ids=X), "input_ids"),
-        (lambda: npu_moe_gating_top_k_softmax(LOGITS, X), "finished"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=2), "quant_mode"),
-        (lambda: npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_num=5), "active_num"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:6], padded_mode=True), "padded_mode"),
-        (lambda: npu_moe_token_unpermute(X, PLACES[:6], restore_shape=[6, 8]), "restore_shape"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT]), "split_item"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": 2}), "group_type"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], act_type=5, **GROUPED), "act_type"),
-        (lambda: npu_grouped_matmul([X], [WEIGHT], scale=[X], **GROUPED), "scale"),
-        (lambda: npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "int8 by int8"),
-        (lambda: npu_grouped_matmul([X, X], [WEIGHT], **GROUPED), "x holds 2"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, input_ids=X), "input_ids"),
+        (lambda: npu.npu_moe_gating_top_k_softmax(LOGITS, X), "finished"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=2), "quant_mode"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_num=5), "active_num"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6], padded_mode=True), "padded_mode"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6], restore_shape=[6, 8]), "restore_shape"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT]), "split_item"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": 2}), "group_type"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], group_list_type=2, **GROUPED), "group_list_type"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], act_type=5, **GROUPED), "act_type"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], scale=[X], **GROUPED), "scale"),
+        (lambda: npu.npu_grouped_matmul([X.to(torch.int8)], [WEIGHT], **GROUPED), "int8 by int8"),
+        (lambda: npu.npu_grouped_matmul([X, X], [WEIGHT], **GROUPED), "x holds 2"),
     ],
 )
 def test_what_has_no_kernel_is_named(call, name):
@@ -328,7 +331,7 @@ def test_products_of_int8_in_groups(code, bias):
     scale = ((torch.rand(3, 6) + 0.5) / 64).to(torch.bfloat16 if code == 15 else torch.float32)
     of_rows, biases = torch.rand(7) + 0.5, torch.randint(-9999, 9999, (3, 6), dtype=torch.int32)
     given = {"split_item": 3, "group_type": 0, "group_list_type": 1, "group_list": counts}
-    (found,) = npu_grouped_matmul(
+    (found,) = npu.npu_grouped_matmul(
         [rows],
         [weight],
         scale=[scale],
@@ -344,7 +347,7 @@ def test_products_of_int8_in_groups(code, bias):
     torch.testing.assert_close(found.double(), exact, rtol=2**-8 if code == 15 else 2**-10, atol=1e-3)
     for change in ({"per_token_scale": [of_rows.roll(1)]}, {"scale": [scale.roll(1, 0)]}):
         more = {"scale": [scale], "per_token_scale": [of_rows], "output_dtype": code, **change}
-        (other,) = npu_grouped_matmul([rows], [weight], **given, **more)
+        (other,) = npu.npu_grouped_matmul([rows], [weight], **given, **more)
         assert not torch.allclose(other.double(), exact, rtol=0.05)
 
 
@@ -369,22 +372,22 @@ def test_scales_of_groups_that_do_not_fit(change, words):
         **change,
     }
     with pytest.raises(ValueError, match=words):
-        npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], **given)
+        npu.npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], **given)
 
 
 @pytest.mark.parametrize("code", [None, 1, 3])
 def test_products_of_int8_need_a_float_result(code):
     given = {"split_item": 3, "group_type": 0, "group_list_type": 1, "group_list": torch.tensor([2, 0, 5])}
     with pytest.raises(NotImplementedError, match="output_dtype"):
-        npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], output_dtype=code, **given)
+        npu.npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], output_dtype=code, **given)
 
 
 def test_routing_that_rounds_its_rows():
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
     experts = torch.tensor([[0, 3], [3, 1], [0, 1], [2, 3], [1, 0]], dtype=torch.int32)
     given = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
-    plain = npu_moe_init_routing_v2(x, experts, active_expert_range=[0, 4], **given)
-    rows, places, counts, scale = npu_moe_init_routing_v2(
+    plain = npu.npu_moe_init_routing_v2(x, experts, active_expert_range=[0, 4], **given)
+    rows, places, counts, scale = npu.npu_moe_init_routing_v2(
         x, experts, quant_mode=1, active_expert_range=[0, 4], **given
     )
     assert rows.dtype is torch.int8 and torch.equal(places, plain[1]) and torch.equal(counts, plain[2])
@@ -392,11 +395,11 @@ def test_routing_that_rounds_its_rows():
     off = (rows.double() * scale.double()[:, None] - plain[0].double()).abs()
     assert (off <= 0.5001 * scale.double()[:, None]).all()
     # Rows behind those of the active experts are no numbers.
-    some = npu_moe_init_routing_v2(x, experts, quant_mode=1, active_expert_range=[0, 2], **given)
+    some = npu.npu_moe_init_routing_v2(x, experts, quant_mode=1, active_expert_range=[0, 2], **given)
     active = int(some[2].sum())
     assert 0 < active < 10 and some[3][active:].isnan().all() and some[3][:active].isfinite().all()
     with pytest.raises(NotImplementedError, match="quant_mode"):
-        npu_moe_init_routing_v2(x, experts, quant_mode=0, active_expert_range=[0, 4], **given)
+        npu.npu_moe_init_routing_v2(x, experts, quant_mode=0, active_expert_range=[0, 4], **given)
 
 
 def test_rows_behind_the_groups_would_show():
@@ -408,12 +411,12 @@ def test_rows_behind_the_groups_would_show():
 
     def run(end):
         given = {"expert_num": 4, "expert_tokens_num_type": 1, "expert_tokens_num_flag": True}
-        rows, places, counts, scale = npu_moe_init_routing_v2(
+        rows, places, counts, scale = npu.npu_moe_init_routing_v2(
             x, experts, quant_mode=1, active_expert_range=[0, end], **given
         )
         groups = {"split_item": 3, "group_type": 0, "group_list_type": 1}
         used = int(counts.sum())
-        (hidden,) = npu_grouped_matmul(
+        (hidden,) = npu.npu_grouped_matmul(
             [rows[:used]],
             [up[:end]],
             scale=[torch.ones(end, 256)],
@@ -423,7 +426,7 @@ def test_rows_behind_the_groups_would_show():
             **groups,
         )
         hidden = torch.cat([hidden, torch.zeros(len(rows) - used, 256)])
-        whole, unit = npu_dequant_swiglu_quant(hidden, group_index=counts, activate_left=True, quant_mode=1)
+        whole, unit = npu.npu_dequant_swiglu_quant(hidden, group_index=counts, activate_left=True, quant_mode=1)
         return unit, whole, places
 
     assert run(4)[0].isfinite().all()

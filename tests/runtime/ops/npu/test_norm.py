@@ -6,15 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.norm import (
-    npu_add_layer_norm,
-    npu_add_rms_norm,
-    npu_add_rms_norm_cast,
-    npu_add_rms_norm_dynamic_quant,
-    npu_add_rms_norm_quant,
-    npu_gemma_rms_norm,
-    npu_rms_norm,
-)
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 EPS = 1e-3
@@ -36,9 +30,9 @@ def near(actual, exact):
 @pytest.mark.parametrize("gamma_shape", [(8,), (3, 8)], ids=str)
 def test_rms_norm(dtype, gamma_shape):
     x, gamma = tensors(dtype, (2, 3, 8), gamma_shape)
-    normed, rstd = npu_rms_norm(x, gamma, EPS)
+    normed, rstd = npu.npu_rms_norm(x, gamma, EPS)
     near(normed, F.rms_norm(x.double(), gamma_shape, gamma.double(), EPS))
-    near(npu_gemma_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), gamma_shape, 1 + gamma.double(), EPS))
+    near(npu.npu_gemma_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), gamma_shape, 1 + gamma.double(), EPS))
     dims = tuple(range(-len(gamma_shape), 0))
     near(rstd, (x.double().square().mean(dims, keepdim=True) + EPS) ** -0.5)
     assert normed.dtype is dtype and rstd.dtype is torch.float32
@@ -46,19 +40,19 @@ def test_rms_norm(dtype, gamma_shape):
 
 def test_gamma_may_be_wider_than_the_input():
     x, gamma = torch.randn(2, 8).bfloat16(), torch.randn(8)
-    near(npu_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), (8,), gamma.double(), EPS))
+    near(npu.npu_rms_norm(x, gamma, EPS)[0], F.rms_norm(x.double(), (8,), gamma.double(), EPS))
     with pytest.raises(ValueError, match="gamma"):
-        npu_add_rms_norm(x, x, gamma)
+        npu.npu_add_rms_norm(x, x, gamma)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm_rounds_the_sum_first(dtype):
     x1, x2, gamma = tensors(dtype, (4, 8), (4, 8), (8,))
-    normed, rstd, total = npu_add_rms_norm(x1, x2, gamma, EPS)
+    normed, rstd, total = npu.npu_add_rms_norm(x1, x2, gamma, EPS)
     assert torch.equal(total, x1 + x2)
     near(normed, F.rms_norm((x1 + x2).double(), (8,), gamma.double(), EPS))
     near(rstd, ((x1 + x2).double().square().mean(-1, keepdim=True) + EPS) ** -0.5)
-    wide, again, rstd_again, total_again = npu_add_rms_norm_cast(x1, x2, gamma, EPS)
+    wide, again, rstd_again, total_again = npu.npu_add_rms_norm_cast(x1, x2, gamma, EPS)
     assert wide.dtype is torch.float32
     near(wide, F.rms_norm((x1 + x2).double(), (8,), gamma.double(), EPS))
     for ours, theirs in ((again, normed), (rstd_again, rstd), (total_again, total)):
@@ -68,7 +62,7 @@ def test_add_rms_norm_rounds_the_sum_first(dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_layer_norm(dtype):
     x1, x2, gamma, beta = tensors(dtype, (4, 8), (4, 8), (8,), (8,))
-    normed, mean, rstd, total = npu_add_layer_norm(x1, x2, gamma, beta, EPS, True)
+    normed, mean, rstd, total = npu.npu_add_layer_norm(x1, x2, gamma, beta, EPS, True)
     exact = F.layer_norm((x1 + x2).double(), (8,), gamma.double(), beta.double(), EPS)
     assert torch.allclose(
         normed.double(), exact, rtol=0, atol=2 * max(torch.finfo(dtype).eps, 1e-7) * exact.abs().max()
@@ -76,18 +70,18 @@ def test_add_layer_norm(dtype):
     assert torch.equal(total, x1 + x2)
     near(mean, (x1 + x2).double().mean(-1, keepdim=True))
     near(rstd, ((x1 + x2).double().var(-1, correction=0, keepdim=True) + EPS) ** -0.5)
-    assert npu_add_layer_norm(x1, x2, gamma, beta, EPS)[3].isnan().all()
+    assert npu.npu_add_layer_norm(x1, x2, gamma, beta, EPS)[3].isnan().all()
 
 
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda x: npu_rms_norm(x, torch.ones(7)), r"gamma has shape \(7,\)"),
-        (lambda x: npu_rms_norm(x, torch.ones(8).half()), "gamma has shape .* torch.float16"),
-        (lambda x: npu_gemma_rms_norm(x, torch.ones(())), "gamma has shape"),
-        (lambda x: npu_add_rms_norm(x, x[:1], torch.ones(8)), r"x2 has shape \(1, 8\)"),
-        (lambda x: npu_add_rms_norm_cast(x, x.half(), torch.ones(8)), "x2 has shape .* torch.float16"),
-        (lambda x: npu_add_layer_norm(x, x, torch.ones(8), torch.ones(7)), "beta has shape"),
+        (lambda x: npu.npu_rms_norm(x, torch.ones(7)), r"gamma has shape \(7,\)"),
+        (lambda x: npu.npu_rms_norm(x, torch.ones(8).half()), "gamma has shape .* torch.float16"),
+        (lambda x: npu.npu_gemma_rms_norm(x, torch.ones(())), "gamma has shape"),
+        (lambda x: npu.npu_add_rms_norm(x, x[:1], torch.ones(8)), r"x2 has shape \(1, 8\)"),
+        (lambda x: npu.npu_add_rms_norm_cast(x, x.half(), torch.ones(8)), "x2 has shape .* torch.float16"),
+        (lambda x: npu.npu_add_layer_norm(x, x, torch.ones(8), torch.ones(7)), "beta has shape"),
     ],
 )
 def test_refusals(call, match):
@@ -127,7 +121,7 @@ def test_a_norm_that_rounds_to_int8(dtype):
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(2, 3, 64, generator=generator).to(dtype) for _ in range(2))
     gamma = (torch.rand(64, generator=generator) + 0.5).to(dtype)
-    y, none, total, scale, no_scale = npu_add_rms_norm_dynamic_quant(
+    y, none, total, scale, no_scale = npu.npu_add_rms_norm_dynamic_quant(
         a, b, gamma, epsilon=1e-3, output_mask=[True, False]
     )
     assert none.numel() == no_scale.numel() == 0 and y.dtype is torch.int8 and scale.dtype is torch.float32
@@ -143,7 +137,7 @@ def test_a_second_rounded_norm_is_refused():
     x = torch.randn(2, 8)
     for given in ({"output_mask": [True, True]}, {"smooth_scale1": x[0]}, {"beta": x[0]}, {"y_dtype": 16}):
         with pytest.raises(NotImplementedError, match=next(iter(given))):
-            npu_add_rms_norm_dynamic_quant(x, x, x[0], **given)
+            npu.npu_add_rms_norm_dynamic_quant(x, x, x[0], **given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -157,14 +151,14 @@ def test_a_norm_that_rounds_by_scales(dtype, offset):
     given = (
         None if offset is None else torch.full((512,), offset).to(torch.int32 if dtype is torch.float16 else dtype)
     )
-    found, other, total = npu_add_rms_norm_quant(a, b, gamma, scales, given, epsilon=1e-3)
+    found, other, total = npu.npu_add_rms_norm_quant(a, b, gamma, scales, given, epsilon=1e-3)
     wide = a.double() + b.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-3).sqrt() * gamma.double() / scales.double()
     exact = (exact + (offset or 0)).clamp(-128, 127)
     assert found.dtype is other.dtype is torch.int8 and other.shape == a.shape
     assert ((found.double() - exact).abs() <= 0.5001).all() and (found == 127).any() and (found == -128).any()
     assert torch.equal(total, (a.float() + b.float()).to(dtype))
-    elsewhere = npu_add_rms_norm_quant(a, b, gamma, scales.roll(1), given, epsilon=1e-3)[0]
+    elsewhere = npu.npu_add_rms_norm_quant(a, b, gamma, scales.roll(1), given, epsilon=1e-3)[0]
     assert ((elsewhere.double() - exact).abs() > 0.6).any(), "scales of other places"
 
 
@@ -172,7 +166,7 @@ def test_other_norms_by_scales_are_refused():
     x = torch.randn(2, 8)
     for given in ({"beta": x[0]}, {"scales2": x[0]}, {"axis": 0}, {"div_mode": False}, {"dst_type": 292}):
         with pytest.raises(NotImplementedError, match=next(iter(given))):
-            npu_add_rms_norm_quant(x, x, x[0], x[0], None, **given)
+            npu.npu_add_rms_norm_quant(x, x, x[0], x[0], None, **given)
     for given in ((x[0, :1], None), (x[0], x[0, :1])):
         with pytest.raises(ValueError, match=r"has shape \(1,\); it must be that of gamma, \(8,\)"):
-            npu_add_rms_norm_quant(x, x, x[0], *given)
+            npu.npu_add_rms_norm_quant(x, x, x[0], *given)

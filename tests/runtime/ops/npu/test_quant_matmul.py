@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
+from torch_pagoda.runtime.ops.npu.limits.quantized import INT4_INPUTS_BELOW
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float
-from torch_pagoda.runtime.ops.npu.quant_matmul import INT4_INPUTS_BELOW, npu_quant_matmul
+
+npu = torch.ops.npu
 
 BF16, FP16, INT32, FP32 = 15, 5, 3, 6
 
@@ -27,7 +30,7 @@ def test_the_formula_in_float64(scale_dtype, bias_dtype):
     x, w, scale, rows = call()
     scale = scale.to(scale_dtype)
     bias = None if bias_dtype is None else (torch.randn(9) * 1000).to(bias_dtype)
-    found = npu_quant_matmul(x, w, scale, pertoken_scale=rows, bias=bias, output_dtype=BF16)
+    found = npu.npu_quant_matmul(x, w, scale, pertoken_scale=rows, bias=bias, output_dtype=BF16)
     sums = x.double() @ w.double()
     if bias_dtype is torch.int32:
         sums = sums + bias.double()
@@ -37,7 +40,7 @@ def test_the_formula_in_float64(scale_dtype, bias_dtype):
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-30)
     wide = (
-        npu_quant_matmul(
+        npu.npu_quant_matmul(
             x, w, scale.float(), pertoken_scale=rows, bias=None if bias is None else bias, output_dtype=FP32
         )
         if bias_dtype is not torch.bfloat16
@@ -50,10 +53,10 @@ def test_the_formula_in_float64(scale_dtype, bias_dtype):
 @pytest.mark.parametrize("mutant", ["scales of rows", "row of another", "scales along the inputs"])
 def test_scales_in_another_place_give_other_numbers(mutant):
     x, w, scale, rows = call(rows=9, inputs=9, outputs=9)
-    right = npu_quant_matmul(x, w, scale, pertoken_scale=rows, output_dtype=FP32)
+    right = npu.npu_quant_matmul(x, w, scale, pertoken_scale=rows, output_dtype=FP32)
     wrong = {
-        "scales of rows": lambda: npu_quant_matmul(x, w, rows, pertoken_scale=scale, output_dtype=FP32),
-        "row of another": lambda: npu_quant_matmul(x, w, scale, pertoken_scale=rows.roll(1), output_dtype=FP32),
+        "scales of rows": lambda: npu.npu_quant_matmul(x, w, rows, pertoken_scale=scale, output_dtype=FP32),
+        "row of another": lambda: npu.npu_quant_matmul(x, w, scale, pertoken_scale=rows.roll(1), output_dtype=FP32),
         "scales along the inputs": lambda: ((x.float() * scale) @ w.float()) * rows[:, None],
     }[mutant]()
     assert ((right - wrong).abs() > 0.01 * right.abs()).float().mean() > 0.8
@@ -63,16 +66,16 @@ def test_sums_are_exact_where_float32_is_not():
     inputs = 65535
     x, w = torch.full((1, inputs), 127, dtype=torch.int8), torch.full((inputs, 1), -127, dtype=torch.int8)
     x[0, 0] = 126
-    sums = npu_quant_matmul(x, w, torch.ones(1), output_dtype=INT32)
+    sums = npu.npu_quant_matmul(x, w, torch.ones(1), output_dtype=INT32)
     assert sums.item() == -127 * 127 * (inputs - 1) - 126 * 127 and sums.dtype is torch.int32
 
 
 def test_transposed_views_and_batches():
     x, w, scale, rows = call()
-    plain = npu_quant_matmul(x, w, scale, pertoken_scale=rows, output_dtype=FP16)
-    view = npu_quant_matmul(x, w.t().contiguous().t(), scale, pertoken_scale=rows, output_dtype=FP16)
+    plain = npu.npu_quant_matmul(x, w, scale, pertoken_scale=rows, output_dtype=FP16)
+    view = npu.npu_quant_matmul(x, w.t().contiguous().t(), scale, pertoken_scale=rows, output_dtype=FP16)
     assert torch.equal(plain, view)
-    stacked = npu_quant_matmul(x[None], w, scale, pertoken_scale=rows[None], output_dtype=FP16)
+    stacked = npu.npu_quant_matmul(x[None], w, scale, pertoken_scale=rows[None], output_dtype=FP16)
     assert torch.equal(stacked[0], plain)
 
 
@@ -81,14 +84,14 @@ def test_scales_of_fp16_are_the_bits_of_float32():
     scale = scale / 1000
     bias = torch.arange(-4, 5, dtype=torch.int32) * 100
     bits = scale.view(torch.int32).long()
-    found = npu_quant_matmul(x, w, bits, bias=bias, output_dtype=FP16)
+    found = npu.npu_quant_matmul(x, w, bits, bias=bias, output_dtype=FP16)
     exact = (x.double() @ w.double() + bias.double()) * scale.double()
     torch.testing.assert_close(found.double(), exact, rtol=2**-11, atol=1e-6)
 
 
 def test_without_a_dtype_the_result_is_int8():
     x, w, scale, _ = call()
-    found = npu_quant_matmul(x, w, scale / 1000, offset=torch.full((1,), 3.0))
+    found = npu.npu_quant_matmul(x, w, scale / 1000, offset=torch.full((1,), 3.0))
     exact = ((x.double() @ w.double()) * (scale / 1000).double() + 3).round().clamp(-128, 127)
     assert found.dtype is torch.int8 and (found.double() - exact).abs().max() <= 1
 
@@ -116,7 +119,7 @@ def by_4_bits(inputs: int = 4096, outputs: int = 24) -> dict[str, torch.Tensor |
 def test_4_bits_in_groups_in_float64(inputs, code, rtol):
     given = by_4_bits(inputs)
     meant = given.pop("meant")
-    found = npu_quant_matmul(**{**given, "output_dtype": code})
+    found = npu.npu_quant_matmul(**{**given, "output_dtype": code})
     exact = (given["x1"].double() @ meant) * given["pertoken_scale"].double()
     assert found.shape == exact.shape == (5, 24)
     assert ((found.double() - exact).abs() <= rtol * exact.abs().max()).all()
@@ -134,7 +137,7 @@ def test_sums_of_a_group_are_exact():
         "output_dtype": FP32,
         "group_sizes": [0, 0, 256],
     }
-    found = npu_quant_matmul(x, pack_int4(w), one, **given)
+    found = npu.npu_quant_matmul(x, pack_int4(w), one, **given)
     assert (found == (136 + 135) * 8 * inputs // 2).all()
 
 
@@ -142,7 +145,7 @@ def test_sums_of_a_group_are_exact():
 def test_mistakes_beside_4_bits_give_other_numbers(mutant):
     given = by_4_bits()
     del given["meant"]
-    right = npu_quant_matmul(**given)
+    right = npu.npu_quant_matmul(**given)
     exchanged = unpack_int4(given["x2"]).unflatten(1, (-1, 2)).flip(2).flatten(1)
     change = {
         "no sums": {"offset": torch.zeros_like(given["offset"])},
@@ -152,7 +155,7 @@ def test_mistakes_beside_4_bits_give_other_numbers(mutant):
         "rows": {"pertoken_scale": given["pertoken_scale"].roll(1)},
         "one scale": {"scale": given["scale"][:1].expand_as(given["scale"])},
     }[mutant]
-    wrong = npu_quant_matmul(**{**given, **change})
+    wrong = npu.npu_quant_matmul(**{**given, **change})
     assert ((right - wrong).abs() > 0.01 * right.abs()).float().mean() > 0.7
 
 
@@ -175,7 +178,7 @@ def test_what_does_not_fit_beside_4_bits(change, words):
     given = by_4_bits()
     del given["meant"]
     with pytest.raises(ValueError, match=words):
-        npu_quant_matmul(**{**given, **change})
+        npu.npu_quant_matmul(**{**given, **change})
 
 
 @pytest.mark.parametrize(
@@ -197,7 +200,7 @@ def test_what_does_not_fit_is_refused(change, words):
     x, w, scale, rows = call()
     given = {"x1": x, "x2": w, "scale": scale, "pertoken_scale": rows, "output_dtype": BF16, **change}
     with pytest.raises(ValueError, match=words):
-        npu_quant_matmul(**given)
+        npu.npu_quant_matmul(**given)
 
 
 @pytest.mark.parametrize(
@@ -212,4 +215,4 @@ def test_what_has_no_kernel_is_refused(change, words):
     x, w, scale, rows = call()
     given = {"x1": x, "x2": w, "scale": scale, "pertoken_scale": rows, "output_dtype": BF16, **change}
     with pytest.raises(NotImplementedError, match=words):
-        npu_quant_matmul(**given)
+        npu.npu_quant_matmul(**given)

@@ -61,23 +61,33 @@ def test_every_schema_has_a_kernel_and_every_operator_a_sample():
 
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
-def test_kernels_have_the_names_and_defaults_of_the_schema(operator):
-    schema = overload(operator.name)._schema
-    parameters = inspect.signature(operator.kernel).parameters
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    for position, argument in enumerate(schema.arguments):
-        if argument.name not in parameters:
-            assert open_ended and argument.kwarg_only, argument.name
-            continue
-        parameter = parameters[argument.name]
-        assert (parameter.kind is parameter.KEYWORD_ONLY) == argument.kwarg_only
-        if not argument.kwarg_only:
-            assert list(parameters).index(argument.name) == position
-        if argument.has_default_value():
-            default = () if argument.default_value == [] else argument.default_value
-            assert parameter.default == default, argument.name
-    known = {argument.name for argument in schema.arguments}
-    assert all(name in known for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD)
+def test_kernels_name_arguments_of_the_schema(operator):
+    arguments = {argument.name: argument for argument in overload(operator.name)._schema.arguments}
+    assert {*operator.takes, *operator.ignores, *operator.rename} <= arguments.keys()
+    named = {operator.rename.get(name, name) for name in arguments}
+    reads = {}
+    for function in (operator.record or operator.kernel, operator.fake):
+        parameters = inspect.signature(function).parameters
+        needed = {name for name, p in parameters.items() if p.default is p.empty and name != "names"}
+        assert needed <= named, "it gets them all"
+        reads |= parameters
+    for name, argument in arguments.items():
+        known = operator.rename.get(name, name) in reads or name in (*operator.ignores, *operator.takes)
+        assert known or argument.has_default_value(), f"nothing says what {name} may be"
+    assert not {*operator.ignores} & {*reads}
+
+
+def test_what_a_kernel_does_not_name_keeps_its_default():
+    x = torch.randn(2, 8)
+    quantised = torch.ops.npu.npu_dynamic_quant(x, dst_type=1, quant_mode="pertoken", group_index=None)
+    assert all(map(torch.equal, quantised, torch.ops.npu.npu_dynamic_quant(x)))
+    for name, given, known in (
+        ("dst_type", 2, "=2; it takes None or 1"),
+        ("quant_mode", "pertensor", "='pertensor'; it takes 'pertoken'"),
+        ("group_index", torch.ones(1), "; it takes None"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"npu_dynamic_quant does not implement {name}{known}"):
+            torch.ops.npu.npu_dynamic_quant(x, **{name: given})
 
 
 @pytest.mark.parametrize("sample", [*SAMPLES, *twin_samples()], ids=str)

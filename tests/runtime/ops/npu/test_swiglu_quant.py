@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torch_pagoda.runtime.ops.npu.swiglu_quant import npu_dequant_swiglu_quant
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
+
+npu = torch.ops.npu
 
 
 def exact(numbers: torch.Tensor, left: bool = True) -> torch.Tensor:
@@ -26,12 +28,12 @@ def assert_means(found: tuple[torch.Tensor, torch.Tensor], expected: torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_formula_in_float64(dtype):
     x = (torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * 3).to(dtype)
-    assert_means(npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1), exact(x))
+    assert_means(npu.npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1), exact(x))
 
 
 def test_by_default_the_right_half_is_activated():
     x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) * 3
-    right = npu_dequant_swiglu_quant(x, quant_mode=1)
+    right = npu.npu_dequant_swiglu_quant(x, quant_mode=1)
     assert_means(right, exact(x, left=False))
     with pytest.raises(AssertionError):
         assert_means(right, exact(x))
@@ -43,7 +45,7 @@ def test_sums_are_scaled_by_weights_of_their_group_and_by_rows():
     weights, rows = torch.rand(3, 256, generator=generator) / 999, torch.rand(7, 1, generator=generator)
     counts = torch.tensor([2, 0, 4])
     group = torch.tensor([0, 0, 2, 2, 2, 2])
-    found = npu_dequant_swiglu_quant(
+    found = npu.npu_dequant_swiglu_quant(
         sums,
         weight_scale=weights,
         activation_scale=rows,
@@ -57,7 +59,9 @@ def test_sums_are_scaled_by_weights_of_their_group_and_by_rows():
 
 def test_rows_behind_the_groups_are_no_numbers():
     x = torch.randn(5, 128)
-    numbers, scale = npu_dequant_swiglu_quant(x, group_index=torch.tensor([1, 2]), activate_left=True, quant_mode=1)
+    numbers, scale = npu.npu_dequant_swiglu_quant(
+        x, group_index=torch.tensor([1, 2]), activate_left=True, quant_mode=1
+    )
     assert_means((numbers[:3], scale[:3]), exact(x[:3]))
     assert scale[3:].isnan().all()
 
@@ -66,12 +70,12 @@ def test_rows_behind_the_groups_are_no_numbers():
 def test_sizes_with_groups(half, legal):
     x, counts = torch.randn(2, 2 * half), torch.tensor([1, 1])
     given = {"activate_left": True, "quant_mode": 1}
-    npu_dequant_swiglu_quant(x, **given)
+    npu.npu_dequant_swiglu_quant(x, **given)
     if legal:
-        npu_dequant_swiglu_quant(x, group_index=counts, **given)
+        npu.npu_dequant_swiglu_quant(x, group_index=counts, **given)
     else:
         with pytest.raises(ValueError, match="with group_index H must be a multiple of 64 and at most 10496"):
-            npu_dequant_swiglu_quant(x, group_index=counts, **given)
+            npu.npu_dequant_swiglu_quant(x, group_index=counts, **given)
 
 
 @pytest.mark.parametrize(
@@ -89,4 +93,4 @@ def test_sizes_with_groups(half, legal):
 )
 def test_what_does_not_fit_is_refused(given, error, words):
     with pytest.raises(error, match=words):
-        npu_dequant_swiglu_quant(**{"x": torch.zeros(6, 64), "activate_left": True, "quant_mode": 1, **given})
+        npu.npu_dequant_swiglu_quant(**{"x": torch.zeros(6, 64), "activate_left": True, "quant_mode": 1, **given})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
-from torch_pagoda.runtime.ops.npu.weight_quant_matmul import npu_weight_quant_batchmatmul
+
+npu = torch.ops.npu
 
 M, K, N = 3, 96, 16
 
@@ -37,7 +39,7 @@ def test_the_formula_in_float64(dtype, bits, group, more):
     bias = torch.randn(N).to(torch.float32 if dtype is torch.bfloat16 else dtype) if more == "bias" else None
     offset = offset if more == "offsets" else None
     weight = pack_int4(numbers) if bits == 4 else numbers
-    found = npu_weight_quant_batchmatmul(x, weight, scale, offset, None, None, bias, group)
+    found = npu.npu_weight_quant_batchmatmul(x, weight, scale, offset, None, None, bias, group)
     dense = numbers.double() if offset is None else numbers.double() + spread(offset, group)
     exact = x.double() @ (dense * spread(scale, group))
     exact = exact if bias is None else exact + bias.double()
@@ -48,8 +50,8 @@ def test_the_formula_in_float64(dtype, bits, group, more):
 
 def test_offsets_are_added_and_not_taken_away():
     x, numbers, scale, offset = parts(4, 32, torch.float32)
-    added = npu_weight_quant_batchmatmul(x, pack_int4(numbers), scale, offset, None, None, None, 32)
-    taken = npu_weight_quant_batchmatmul(x, pack_int4(numbers), scale, -offset, None, None, None, 32)
+    added = npu.npu_weight_quant_batchmatmul(x, pack_int4(numbers), scale, offset, None, None, None, 32)
+    taken = npu.npu_weight_quant_batchmatmul(x, pack_int4(numbers), scale, -offset, None, None, None, 32)
     assert not torch.allclose(added, taken, rtol=0.1)
     # A code u with zero z is u - 8 with offset 8 - z.
     codes, zeros = numbers.long() + 8, 8 - offset.long()
@@ -64,9 +66,9 @@ def test_the_first_of_eight_outputs_lies_in_the_lowest_bits():
     assert torch.equal(unpack_int4(pack_int4(numbers)).long(), numbers)
     # Packed along the inputs it is another matrix.
     x, whole, scale, _ = parts(4, 0, torch.float32)
-    right = npu_weight_quant_batchmatmul(x, pack_int4(whole), scale)
+    right = npu.npu_weight_quant_batchmatmul(x, pack_int4(whole), scale)
     other = pack_int4(whole.t().contiguous()).t().contiguous().reshape(K, N // 8)
-    assert not torch.allclose(right, npu_weight_quant_batchmatmul(x, other, scale), rtol=0.1)
+    assert not torch.allclose(right, npu.npu_weight_quant_batchmatmul(x, other, scale), rtol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +96,7 @@ def test_what_does_not_fit_is_refused(change, words):
     x, numbers, scale, _ = parts(8, 32, torch.bfloat16)
     given = {"x": x, "weight": numbers, "antiquant_scale": scale, "antiquant_group_size": 32, **change}
     with pytest.raises(ValueError, match=words):
-        npu_weight_quant_batchmatmul(**given)
+        npu.npu_weight_quant_batchmatmul(**given)
 
 
 @pytest.mark.parametrize(
@@ -109,4 +111,4 @@ def test_what_does_not_fit_is_refused(change, words):
 def test_what_has_no_kernel_is_refused(change, words):
     x, numbers, scale, _ = parts(8, 0, torch.bfloat16)
     with pytest.raises(NotImplementedError, match=words):
-        npu_weight_quant_batchmatmul(**{"x": x, "weight": numbers, "antiquant_scale": scale, **change})
+        npu.npu_weight_quant_batchmatmul(**{"x": x, "weight": numbers, "antiquant_scale": scale, **change})

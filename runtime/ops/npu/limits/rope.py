@@ -1,11 +1,14 @@
-"""Limits of npu_rotary_mul (op-plugin docs)."""
+"""Limits of npu_rotary_mul and npu_interleave_rope (op-plugin docs)."""
 
 from __future__ import annotations
 
 import math
 
-from ...graph.npu_target import Product
 from .call import Call
+from .rules import A2, A3, A5, FLOAT, HALF, INFERENCE, Limits, below, dense, in_reference, lowered, shaped, sizes
+
+_MAX_ROTARY_DIM, _INTERLEAVED_DIM = 896, 64
+"""Dims of a head are below the one in npu_rotary_mul, and the other in npu_interleave_rope."""
 
 
 def _product_of(*sizes: int | None) -> int | None:
@@ -14,12 +17,10 @@ def _product_of(*sizes: int | None) -> int | None:
 
 
 def _rotary_layout(call: Call) -> str:
-    """x [B, S, N, D] with cos and sin [B or 1, S, 1, D]; D even."""
+    """x [B, S, N, D] with cos and sin [B or 1, S, 1, D]."""
     x, cos, sin = call.shape("input"), call.shape("r1"), call.shape("r2")
     if cos != sin or len(cos) != 4 or cos[2] != 1:
         return f"r1 is {cos} and r2 {sin}; both must be [B or 1, S, 1, D]"
-    if cos[3] != x[3] or x[3] is None or x[3] % 2:
-        return f"r1 has {cos[3]} entries, a head {x[3]} dims; they must agree and be even"
     batch, tokens, heads, _ = x
     if cos[0] not in (1, batch):
         return f"r1 has batch {cos[0]}, the input {batch}"
@@ -27,7 +28,7 @@ def _rotary_layout(call: Call) -> str:
         return f"r1 has {cos[1]} tokens, the input {tokens}"
     if heads is None or heads >= 1000 or (batch is not None and batch >= 1000):
         return f"batch {batch} and heads {heads} must be below 1000"
-    if call["rotary_mode"] == "interleave" and call.target.product is not Product.A5:
+    if call["rotary_mode"] == "interleave" and call.target.product is not A5:
         # The document does not say that ``rotate`` lifts either.
         if cos[0] != 1:
             return f"r1 has batch {cos[0]}; with rotary_mode 'interleave' one table serves the whole batch"
@@ -36,8 +37,15 @@ def _rotary_layout(call: Call) -> str:
     return ""
 
 
+def _even_heads(call: Call) -> str:
+    x, cos = call.shape("input"), call.shape("r1")
+    if len(cos) == len(x) and (cos[-1] != x[-1] or x[-1] is None or x[-1] % 2):
+        return f"r1 has {cos[-1]} entries, a head {x[-1]} dims; they must agree and be even"
+    return ""
+
+
 def _rotary_inference_chip(call: Call) -> str:
-    if call.target.product is not Product.INFERENCE:
+    if call.target.product is not INFERENCE:
         return ""
     x, cos = call.shape("input"), call.shape("r1")
     if x[3] != 128:
@@ -54,7 +62,7 @@ def _rotary_mode(call: Call) -> str:
         return ""
     if mode != "interleave":
         return f"rotary_mode is {mode!r}; it must be 'half' or 'interleave'"
-    if product is Product.A5:
+    if product is A5:
         return "" if rotate is None else "rotate is not for this chip, which knows the mode itself"
     # Without the matrix torchair emits RotaryMul on these chips, which has no mode and rotates halves.
     if rotate is None:
@@ -63,4 +71,34 @@ def _rotary_mode(call: Call) -> str:
     return "" if call.shape("rotate") == (dim, dim) else f"rotate is {call.shape('rotate')}; it must be {(dim, dim)}"
 
 
-ROTARY_RULES = (_rotary_layout, _rotary_inference_chip, _rotary_mode)
+LIMITS = {
+    "npu_rotary_mul": Limits(
+        frozenset({A2, A3, A5, INFERENCE}),
+        {"input": FLOAT},
+        # The eager kernel casts cos and sin to the dtype of the input, the graph engine does not.
+        alike=[("input", "r1", "r2")],
+        ranks={"input": (3, 4)},
+        forms={"input": (4,)},
+        rules=[
+            lowered(_rotary_layout),
+            _even_heads,
+            lowered(_rotary_inference_chip),
+            lowered(_rotary_mode),
+            below("input", -1, _MAX_ROTARY_DIM),
+            in_reference(shaped("input [*B, D], r1 [*B?, D], r2 [*B?, D], rotate [D, D]")),
+        ],
+    ),
+    "npu_interleave_rope": Limits(
+        frozenset({A2, A3}),
+        {"x": HALF},
+        alike=[("x", "cos", "sin")],
+        ranks={"x": (4,), "cos": (4,), "sin": (4,)},
+        rules=[
+            shaped("x [B, N, S, D], cos [B?, N?, S?, D], sin [B?, N?, S?, D]"),
+            sizes("x", -1, (_INTERLEAVED_DIM,)),
+            sizes("cos", 1, (1,)),
+            in_reference(sizes("sin", 1, (1,))),
+            dense("x", "cos", "sin"),
+        ],
+    ),
+}

@@ -1,47 +1,18 @@
-"""Limits of the operators of multi-head latent attention: op-plugin docs npu_transpose_batchmatmul,
-npu_kv_rmsnorm_rope_cache and npu_mla_prolog_v3."""
+"""Limits of what multi-head latent attention does before the attention: op-plugin docs npu_kv_rmsnorm_rope_cache and
+npu_mla_prolog_v3."""
 
 from __future__ import annotations
 
-from .....runtime.ops.npu.linear import MAX_PRODUCT_DIM, PRODUCT_MULTIPLE
-from ..call import Call
+import torch
+
+from .call import Call
+from .rules import A2, A3, A5, HALF, INT64, Limits, alike, dense, in_reference, lowered, needed, shaped
 
 _LATENT, _ROTARY = 512, 64
 _HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
 _COMPRESSED = (1536, 2048)
 _CONTENT = (128, 192)
 _POWERS_OF_TWO = tuple(1 << i for i in range(8))
-_ROWS_FIRST, _AS_STORED = [1, 0, 2], [0, 1, 2]
-
-
-def _transposes(call: Call) -> str:
-    if call["bias"] is not None or call["scale"] is not None or call["batch_split_factor"] != 1:
-        return "bias and scale must be left out, batch_split_factor must be 1"
-    order = list(call["perm_x1"] or _AS_STORED)
-    if order not in (_AS_STORED, _ROWS_FIRST):
-        return f"perm_x1 is {order}; it must be [0, 1, 2] or [1, 0, 2]"
-    if list(call["perm_x2"] or _AS_STORED) != _AS_STORED or list(call["perm_y"] or _ROWS_FIRST) != _ROWS_FIRST:
-        return "perm_x2 must be [0, 1, 2] and perm_y [1, 0, 2]"
-    return ""
-
-
-def _batched_product(call: Call) -> str:
-    x, weight = call.shape("input"), call.shape("weight")
-    order = list(call["perm_x1"] or _AS_STORED)
-    batch, features = x[order[0]], x[2]
-    if batch is None or features is None or (batch, features) != weight[:2]:
-        return f"input is {x}, turned by {order}, and weight {weight}"
-    columns = weight[2]
-    if features % PRODUCT_MULTIPLE or columns is None or columns % PRODUCT_MULTIPLE:
-        return f"weight is {weight}; its last two dims must be multiples of {PRODUCT_MULTIPLE}"
-    if max(columns, batch, features) > MAX_PRODUCT_DIM:
-        return f"weight is {weight}; each dim at most {MAX_PRODUCT_DIM}"
-    if order == _ROWS_FIRST and batch * features > MAX_PRODUCT_DIM:
-        return f"a row of the input has {batch} * {features} entries; at most {MAX_PRODUCT_DIM} where it is turned"
-    return ""
-
-
-TRANSPOSE_BATCHMATMUL_RULES = (_transposes, _batched_product)
 
 
 def _norm_and_rotation(call: Call) -> str:
@@ -66,7 +37,10 @@ def _paged_caches(call: Call) -> str:
     return "" if size is not None and size % 16 == 0 else f"blocks of {size}; multiples of 16"
 
 
-KV_RMSNORM_ROPE_CACHE_RULES = (_norm_and_rotation, _paged_caches)
+def _parts_of_keys(call: Call) -> str:
+    """Norm and rotation of ``kv``, all of which is normalised where ``v`` is given."""
+    kv = "kv [B, 1, S, C], v [B, 1, S, V]" if call["v"] is not None else "kv [B, 1, S, C+R]"
+    return shaped(f"gamma [C], cos [B, 1, S, R], sin [B, 1, S, R], {kv}")(call)
 
 
 def _plain_mode(call: Call) -> str:
@@ -123,8 +97,44 @@ def _prolog_tokens(call: Call) -> str:
     return "" if size is not None and 16 <= size <= 1024 and size % 16 == 0 else f"blocks of {size}; 16 … 1024, by 16"
 
 
-PROLOG_RULES = (_plain_mode, _prolog_shapes, _prolog_tokens)
-PROLOG_ALIKE = (
-    "token_x weight_dq weight_uq_qr weight_uk weight_dkv_kr rmsnorm_gamma_cq rmsnorm_gamma_ckv rope_sin rope_cos "
-    "kv_cache kr_cache"
-).split()
+_PROLOG_TENSORS = (
+    "token_x [*T, H], weight_dq [H, C], weight_uk [N, D, L], rope_sin [*T, R], rope_cos [*T, R], "
+    "weight_uq_qr [C, N*D+N*R], weight_dkv_kr [H, L+R], rmsnorm_gamma_cq [C], rmsnorm_gamma_ckv [L], "
+    "kv_cache [B, S, 1, L], kr_cache [B, S, 1, R], cache_index [*T]"
+)
+
+LIMITS = {
+    "npu_kv_rmsnorm_rope_cache_v2": Limits(
+        frozenset({A2, A3}),
+        {"kv": HALF, "index": INT64},
+        ranks={"kv": (4,), "gamma": (1,), "cos": (4,)},
+        forms={"index": (1,), "k_cache": (4,), "ckv_cache": (4,)},
+        rules=[
+            lowered(alike("kv", "gamma", "cos", "sin", "k_cache", "ckv_cache")),
+            lowered(_norm_and_rotation),
+            in_reference(_parts_of_keys),
+            lowered(_paged_caches),
+            dense("kv", "cos", "sin", "k_cache", "ckv_cache"),
+        ],
+    ),
+    "npu_mla_prolog_v3": Limits(
+        frozenset({A2, A3, A5}),
+        {"token_x": frozenset({torch.bfloat16}), "cache_index": INT64},
+        alike=[
+            (
+                *("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq"),
+                *("rmsnorm_gamma_ckv", "rope_sin", "rope_cos", "kv_cache", "kr_cache"),
+            )
+        ],
+        ranks={"token_x": (2, 3), "weight_dq": (2,), "weight_uk": (3,), "kv_cache": (4,), "kr_cache": (4,)},
+        forms={"token_x": (2,)},
+        rules=[
+            lowered(_plain_mode),
+            lowered(_prolog_shapes),
+            lowered(_prolog_tokens),
+            in_reference(needed("cache_index")),
+            in_reference(shaped(_PROLOG_TENSORS)),
+            dense("token_x", "rope_sin", "rope_cos", "kv_cache", "kr_cache"),
+        ],
+    ),
+}
