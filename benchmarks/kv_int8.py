@@ -49,7 +49,7 @@ def perplexity(llm: LLM, windows: torch.Tensor) -> float:
 
 def decode_rate(llm: LLM, sequences: int) -> float:
     """Tokens per second of ``sequences`` random prompts that are as long as the model takes, prompts not counted."""
-    length = llm.engine.max_model_len - NEW_TOKENS
+    length = llm.max_model_len - NEW_TOKENS
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(3, 2000, (length,), generator=generator).tolist() for _ in range(sequences)]
 

@@ -49,4 +49,4 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 def warm_up(llm: LLM) -> None:
     """Run every kind of step once."""
-    llm.generate([[5, 6, 7, 8]] * min(4, llm.engine.batcher.max_num_seqs), greedy(4))
+    llm.generate([[5, 6, 7, 8]] * min(4, llm.batcher.max_num_seqs), greedy(4))

@@ -53,7 +53,6 @@ from torch_pagoda.runtime.engine.submission import Completion
 from torch_pagoda.runtime.program import Program
 from torch_pagoda.runtime.requests.detokenizer import Tokenizer
 from torch_pagoda.runtime.requests.request import Request
-from torch_pagoda.runtime.requests.request_options import RequestOptions
 
 MODEL = Path(__file__).resolve().parent.parent / "examples" / "tiny-pydoc"
 MAX_NUM_SEQS = 24
@@ -197,7 +196,7 @@ class Soak:
     def _submit(self) -> bool:
         asked, options = self._requests.draw()
         try:
-            name = self.engine.submit(asked.prompt, asked.params, options=RequestOptions(**options))
+            name = self.engine.submit(asked.prompt, asked.params, **options)
         except QueueFull:
             self.counts["refused, the queue was full"] += 1
             return False

@@ -18,6 +18,7 @@ FLOORS = {
             "__init__",
             "async_llm generation",
             "llm",
+            "compiled_model",
             "chat default_params options selftest",
             "load_options",
             "checkpoint known_program",

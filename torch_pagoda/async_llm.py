@@ -9,6 +9,7 @@ import queue
 import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from .llm import LLM
@@ -91,17 +92,16 @@ class AsyncLLM:
         """
         consumer, stepper = _Consumer(asyncio.get_running_loop()), self._stepper
 
-        def submit(llm: LLM) -> str:
-            return llm.submit(
-                prompt,
-                sampling_params,
-                request_id,
-                priority=priority,
-                client=client,
-                deadline=deadline,
-                cache_salt=cache_salt,
-            )
-
+        submit = partial(
+            self.llm.submit,
+            prompt,
+            sampling_params,
+            request_id,
+            priority=priority,
+            client=client,
+            deadline=deadline,
+            cache_salt=cache_salt,
+        )
         stepper.send(lambda: stepper.admit(consumer, submit))
         finished = False
         try:
@@ -223,7 +223,7 @@ class _Stepper:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def admit(self, consumer: _Consumer, submit: Callable[[LLM], str]) -> None:
+    def admit(self, consumer: _Consumer, submit: Callable[[], str]) -> None:
         """Submit a request whose outputs go to ``consumer``; in the thread, as all below."""
         if self._is_stopping:
             consumer.put(self._error())
@@ -235,7 +235,7 @@ class _Stepper:
                 consumer.put(_failure(error))
                 return
         try:
-            self._consumers[submit(self._llm)] = consumer
+            self._consumers[submit()] = consumer
         except Exception as error:
             consumer.put(error)
 

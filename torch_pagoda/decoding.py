@@ -139,8 +139,7 @@ def decode_rows(engine: Engine, plan: DecodingPlan, streamer: Any | None) -> tor
     rows: dict[str, int] = {}
     ended: set[str] = set()
     try:
-        for row, (prompt, params) in enumerate(zip(plan.prompts, plan.row_params(), strict=True)):
-            rows[engine.submit(prompt, params)] = row
+        rows = {name: row for row, name in enumerate(engine.submit_many(plan.prompts, plan.row_params()))}
         while not columns.finished and len(ended) < len(rows):
             for output in engine.step():
                 row = rows[output.request_id]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
@@ -75,15 +74,6 @@ def default_params(recommended: dict[str, Any]) -> SamplingParams:
             ", ".join(f"{name}={value!r}" for name, value in recommended.items()),
         )
     return SamplingParams(**recommended)
-
-
-def params_or(
-    default: SamplingParams, given: SamplingParams | Sequence[SamplingParams | None] | None
-) -> SamplingParams | Sequence[SamplingParams]:
-    """The parameters that were given, with ``default`` in place of None."""
-    if isinstance(given, list | tuple):
-        return [default if entry is None else entry for entry in given]
-    return default if given is None else given  # type: ignore[return-value]  # other kinds are refused by the engine
 
 
 def _read(name: str) -> GenerationConfig:

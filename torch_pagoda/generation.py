@@ -193,7 +193,7 @@ class PagedGeneration:
                     model_kwargs,
                     mask_given,
                 )
-                plan.check_fits(self.llm.engine.max_model_len)
+                plan.check_fits(self.llm.max_model_len)
             except Unsupported as error:
                 self._warn(str(error))
                 return type(model)._sample(
@@ -208,7 +208,7 @@ class PagedGeneration:
                 )
             with self._lock:
                 self.llm.check_weights()
-                sequences = decode_rows(self.llm.engine, plan, streamer)
+                sequences = decode_rows(self.llm, plan, streamer)
             if generation_config.return_dict_in_generate:
                 return GenerateDecoderOnlyOutput(sequences=sequences)
             return sequences

@@ -1,15 +1,22 @@
-"""The loop under the engine: what comes in, runs and ends; and the way back to a consistent state from anywhere."""
+"""Everything that an engine does in a turn, and the way back to a consistent state from anywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import TypeVar
 
+from ..profiling.profile import Profile
+from ..requests.outputs import RequestOutput, StreamPiece
 from .device_errors import DeviceLost, lost_reason
+from .pieces import end_undecodable, new_pieces
 from .state import EngineState
 from .step_runner import StepRunner
 from .submission import Submission
 from .turns import Turns
+
+Result = TypeVar("Result")
+AnySubmission = TypeVar("AnySubmission", bound=Submission)
 
 
 class EngineCore:
@@ -47,37 +54,37 @@ class EngineCore:
 
     def compute_again(self) -> None:
         """Let what is under way wait again and be computed from its tokens: no key is used again."""
-        with self.transaction:
-            self.state.batcher.block_manager.forget_prefixes()
+        self.forget_prefixes()
         self._recover()
 
-    def check_queue(self, count: int) -> None:
-        """Raise ``QueueFull`` if so many more completions find no room."""
+    def queue(self, batch: list[AnySubmission], prepare: Iterable[Callable[[], AnySubmission]]) -> None:
+        """Make submissions, ids included, and queue them in order, all or none; ``batch`` gets them.
+
+        Of several completions of a prompt only the first is queued. The others follow it: they are forked from it, on
+        the same blocks, when the prompt is computed.
+
+        Raises:
+            QueueFull: so many completions find no room.
+            RuntimeError: the engine was shut down, or its device is lost.
+        """
+        batch.extend(make() for make in prepare)
         if not self._is_consistent:
             self._recover()  # what an interrupted step left running waits again, and counts
         # Completions that follow the first of their prompt wait, too, though the batcher does not know them yet.
         batcher = self.state.batcher
-        batcher.check_queue(count, len(self.state.completions) - batcher.num_unfinished)
-
-    def add(self, batch: Iterable[Submission]) -> None:
-        """Queue the submissions, in order; ``check_queue`` is asked before.
-
-        Of several completions of a prompt only the first is queued. The others follow it: they are forked from it, on
-        the same blocks, when the prompt is computed.
-        """
+        num_promised = len(self.state.completions) - batcher.num_unfinished
+        batcher.check_queue(sum(len(submission.completions) for submission in batch), num_promised)
         if self._is_shut_down:
             raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
         if self.device_lost is not None:
             raise DeviceLost(self.device_lost)
-        batch = list(batch)
         submissions = {submission.request_id: submission for submission in batch}
         completions = {c.request.request_id: c for submission in batch for c in submission.completions}
         with self.transaction:
             self.state.submissions.update(submissions)  # at once: what an interrupt leaves is all of them, or none
             self.state.completions.update(completions)
             for submission in batch:
-                request = submission.completions[0].request
-                self.state.batcher.add(request, submission.arrival_time, was_promised=True)
+                batcher.add(submission.completions[0].request, submission.arrival_time, was_promised=True)
 
     def drop(self, batch: Iterable[Submission], *, may_wait: bool = True) -> None:
         """Cancel what is unfinished and forget all, whatever state an exception left behind.
@@ -113,7 +120,7 @@ class EngineCore:
             raise interrupt
 
     def shut_down(self) -> None:
-        """Cancel everything and let go of the program and the caches; ``add`` raises ``RuntimeError`` from now on."""
+        """Cancel everything and let go of the program and the caches; ``queue`` raises from now on."""
         if self._is_shut_down:
             return
         with self.transaction:
@@ -152,11 +159,108 @@ class EngineCore:
                     self.state.end_early(completion, "error", reason)
         return ended
 
-    def settle(self) -> None:
-        """Settle the step that is launched, if there is one; ``state.updated`` says what progressed."""
+    def step(self) -> list[RequestOutput]:
+        """Run one model step; returns the requests of ``submit`` that progressed or ended."""
+        state = self.state
+        self.run_step()
+        with self.transaction:
+            outputs = [self.output(s) for s in state.updated.values() if s.is_finished or not s.final_only]
+            state.forget_finished()
+        state.updated = {}  # last: whatever is interrupted before this is returned by the next call
+        return outputs
+
+    def step_pieces(self) -> list[StreamPiece]:
+        """Run one model step; returns what is new of the requests of ``submit``."""
+        state = self.state
+        self.run_step()
+        with self.transaction:
+            for known in state.pieces:  # of a call that was interrupted
+                known.give()
+            new = [piece for submission in state.updated.values() for piece in new_pieces(state, submission)]
+            state.pieces = [*state.pieces, *new]
+            pieces = [piece.give() for piece in state.pieces]
+            state.forget_finished()
+        state.updated = {}
+        state.pieces = []  # last: whatever is interrupted before this is returned by the next call
+        return pieces
+
+    def output(self, submission: Submission) -> RequestOutput:
+        """Everything up to now, inside ``transaction``; an undecodable completion ends with an error."""
+        output = submission.output()
+        if any([end_undecodable(self.state, completion) for completion in submission.completions]):
+            output = submission.output()
+        return output
+
+    def results(self, batch: Iterable[AnySubmission], result: Callable[[AnySubmission], Result]) -> list[Result]:
+        """Return what ``result`` makes of each submission."""
+        with self.transaction:
+            return [result(submission) for submission in batch]
+
+    def next_pieces(self, submission: Submission) -> list[StreamPiece]:
+        """Return what is new of a submission."""
+        with self.transaction:
+            return [piece.give() for piece in new_pieces(self.state, submission)]
+
+    def cancel(self, request_ids: Sequence[str]) -> int:
+        """End requests of ``submit``; returns the number of unfinished ones that were there."""
+        count = 0
+        with self.transaction:
+            for request_id in request_ids:
+                submission = self.state.submissions.get(request_id)
+                if submission is None or submission.is_finished:
+                    continue
+                for completion in submission.completions:
+                    self.state.end(completion, "cancelled")
+                count += 1
+        return count
+
+    def settled(self, action: Callable[[], Result]) -> Result:
+        """Settle the step that is launched, if there is one, and return what ``action`` returns."""
         if self.steps.is_under_way:
             with self.transaction:
                 self.steps.settle([])
+        return action()
+
+    def defragment(self) -> int:
+        """Move blocks to the front with the next step; returns how many. No step is under way."""
+        blocks = self.state.batcher.block_manager
+        with self.transaction:
+            blocks.finish_copies()
+            return blocks.defragment()
+
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes."""
+        with self.transaction:
+            self.state.batcher.block_manager.forget_prefixes()
+
+    def profile(self, reset: bool) -> Profile:
+        """Times since the engine was made or the last reset."""
+        profiler = self.state.profiler
+        result = profiler.result()
+        if reset:
+            profiler.reset()
+        return result
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures since the engine was made, see ``Engine.stats``."""
+        state = self.state
+        with self.transaction:
+            return {
+                **state.batcher.stats(),
+                "block_size": state.batcher.block_manager.block_size,
+                "steps": state.num_steps,
+                **state.step_sizes.stats(),
+                **self.steps.stats(),
+                **getattr(state.runner.program, "graph_stats", dict)(),
+                "computed_tokens": state.num_computed_tokens,
+                "generated_tokens": state.num_generated_tokens,
+                "prompt_tokens": state.num_prompt_tokens,
+                "cached_tokens": state.num_cached_tokens,
+                **{f"finished_{reason}": count for reason, count in state.num_finished.items()},
+                "failed": state.num_failed,
+                "model_seconds": state.model_seconds,
+                "total_seconds": state.total_seconds,
+            }
 
     def _drop_quickly(self) -> None:
         dropped = self._dropped  # another thread may append to it meanwhile

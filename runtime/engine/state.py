@@ -59,6 +59,7 @@ class EngineState:
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(get_args(FinishReason), 0))
     model_seconds: float = 0.0
     total_seconds: float = 0.0
+    next_id: int = 0
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion; nothing happens if it has ended."""
@@ -94,11 +95,24 @@ class EngineState:
             self.end(other, "cancelled")
         self.end(completion, reason, error)
 
+    def new_id(self) -> str:
+        """An id that no unfinished request has."""
+        while str(self.next_id) in self.submissions:
+            self.next_id += 1
+        self.next_id += 1
+        return str(self.next_id - 1)
+
     def forget(self, submission: Submission) -> None:
         """Take a submission out; nothing happens to another of its id."""
         for known in (self.submissions, self.updated):
             if known.get(submission.request_id) is submission:
                 del known[submission.request_id]
+
+    def forget_finished(self) -> None:
+        """Take out the submissions of ``updated`` that have ended: their last output is about to be given."""
+        for submission in self.updated.values():
+            if submission.is_finished:
+                self.submissions.pop(submission.request_id, None)
 
     def followers(self, completion: Completion) -> list[Completion]:
         """The completions of its prompt that wait for it to compute the prompt."""

@@ -152,9 +152,15 @@ def _bad_word_sequences(
 
 
 def check_batch(
-    prompts: object, params: object, tokenizer: Tokenizer | None, limits: PromptLimits
+    prompts: object,
+    params: object,
+    tokenizer: Tokenizer | None,
+    limits: PromptLimits,
+    default: SamplingParams | None = None,
 ) -> list[tuple[CheckedPrompt, SamplingParams]]:
     """Check a whole batch: one prompt or a list of them, one ``SamplingParams`` or one per prompt.
+
+    Parameters that are None are ``default``.
 
     Raises:
         ValueError: the message names the index of the first bad prompt or parameters.
@@ -162,9 +168,12 @@ def check_batch(
     batch = as_batch(prompts)
     if isinstance(params, (list, tuple)):
         _check_count("sampling_params", len(params), len(batch))
-        each = [check_params(entry, tokenizer, limits, f"sampling_params[{i}]") for i, entry in enumerate(params)]
+        each = [
+            check_params(default if entry is None else entry, tokenizer, limits, f"sampling_params[{i}]")
+            for i, entry in enumerate(params)
+        ]
     else:
-        each = [check_params(params, tokenizer, limits)] * len(batch)
+        each = [check_params(default if params is None else params, tokenizer, limits)] * len(batch)
     return [
         (check_prompt(prompt, tokenizer, limits, f"prompts[{i}]", entry), entry)
         for i, (prompt, entry) in enumerate(zip(batch, each, strict=True))

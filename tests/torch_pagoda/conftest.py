@@ -88,7 +88,7 @@ def compile_once(monkeypatch: pytest.MonkeyPatch, programs: dict[Any, LinkedProg
         program._args = list(program._args)  # each engine binds its own cache
         return program
 
-    monkeypatch.setattr("torch_pagoda.llm.compile_program", build)
+    monkeypatch.setattr("torch_pagoda.compiled_model.compile_program", build)
 
 
 @pytest.fixture

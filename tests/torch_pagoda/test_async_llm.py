@@ -219,6 +219,7 @@ def test_an_error_of_the_engine_reaches_everybody_and_the_next_is_served(
     served._stepper._thread.join(SECONDS)
     assert not served._stepper._thread.is_alive()
 
+    monkeypatch.setattr(llm, "step", step)
     assert_idle(llm)
     monkeypatch.setattr(llm, "step", failing_once)
 

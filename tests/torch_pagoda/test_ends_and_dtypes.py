@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import torch_pagoda as pagoda
+from torch_pagoda.compiled_model import eos_token_ids
 from torch_pagoda.compiler import CompileOptions, build
-from torch_pagoda.llm import eos_token_ids
 
 from tiny_models import build_tiny_model
 
@@ -147,7 +147,7 @@ def test_checkpoints_of_models_with_state_are_refused_before_their_weights_are_r
         raise AssertionError("weights were read")
 
     build_tiny_model(model_type).config.save_pretrained(tmp_path)
-    monkeypatch.setattr("torch_pagoda.llm.load_model", read)
+    monkeypatch.setattr("torch_pagoda.compiled_model.load_model", read)
     with pytest.raises(ValueError, match=r"cannot be served: .* is not served yet: .*state.*transformers' own"):
         pagoda.LLM(tmp_path)
 

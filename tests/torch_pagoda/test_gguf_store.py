@@ -8,7 +8,7 @@ import pytest
 from gguf_files import all_of, file_of
 
 import torch_pagoda as pagoda
-from torch_pagoda import llm as llm_module
+from torch_pagoda import compiled_model
 from torch_pagoda.compiler.store import warm_start
 from torch_pagoda.compiler.store.program_store import DISABLE
 from torch_pagoda.runtime.ops.native import kernel_function
@@ -48,7 +48,7 @@ def test_a_second_start_loads_no_model_and_a_changed_file_is_another(
     first = started(path)
     assert not first.compile_report.stored
     with monkeypatch.context() as patch:
-        patch.setattr(llm_module, "load_model", None)
+        patch.setattr(compiled_model, "load_model", None)
         second = started(path)
     assert second.compile_report.stored and tokens(second) == tokens(first)
     mutant = file.tensor("blk.0.attn_q.weight")

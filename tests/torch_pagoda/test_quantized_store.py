@@ -14,7 +14,7 @@ from quantized_checkpoints import quantize_folder
 from safetensors.torch import load_file, save_file
 
 import torch_pagoda as pagoda
-from torch_pagoda import llm as llm_module
+from torch_pagoda import compiled_model
 from torch_pagoda.checkpoint.loading import checkpoint_files
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.store import warm_start
@@ -73,7 +73,7 @@ def test_a_second_start_loads_no_model(
     first = started(folder)
     assert not first.compile_report.stored
     with monkeypatch.context() as patch:
-        patch.setattr(llm_module, "load_model", lambda *args: pytest.fail(f"the model is loaded:\n{caplog.text}"))
+        patch.setattr(compiled_model, "load_model", lambda *args: pytest.fail(f"the model is loaded:\n{caplog.text}"))
         second = started(folder)
     assert second.compile_report.stored and tokens(second) == tokens(first)
     rounds_inputs = name == "slim-w8a8-static"  # to 8 bits, which the logits of the model are not computed with

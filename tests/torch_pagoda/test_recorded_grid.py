@@ -54,7 +54,7 @@ def scheme(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Quantization | None
             pagoda.LLM(model, **options)
         return compiled.value.options.weight_quantization
 
-    monkeypatch.setattr("torch_pagoda.llm.compile_program", stop)
+    monkeypatch.setattr("torch_pagoda.compiled_model.compile_program", stop)
     return asked
 
 
@@ -120,7 +120,7 @@ def test_contradictions_are_refused_before_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
     one_line: Callable[[BaseException], str],
 ) -> None:
-    monkeypatch.delattr("torch_pagoda.llm.load_model")
+    monkeypatch.delattr("torch_pagoda.compiled_model.load_model")
     for model in (folder, calibrated):
         with pytest.raises(ValueError, match=message) as raised:
             pagoda.LLM(model, **options)

@@ -65,9 +65,9 @@ def main(fd: int) -> int:
             llm = LLM(start.model, start.tokenizer, **start.options)
     except typer.Exit as end:
         return end.exit_code
-    llm.engine.prepare_structured_outputs()
+    llm.prepare_structured_outputs()
     freeze_objects()
-    return Worker(llm.engine, sock, model=start.model, default_params=llm.recommended_params).run()
+    return Worker(llm, sock, model=start.model, default_params=llm.recommended_params).run()
 
 
 def _read_start(sock: socket.socket) -> Start | None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torch_pagoda.runtime.engine import engine
+from torch_pagoda.runtime.engine import engine_base
 from torch_pagoda.runtime.engine.engine_options import EngineOptions
 
 SYNCHRONOUS, AHEAD = "synchronous", "ahead"
@@ -38,5 +38,5 @@ def scheduling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         def options(**given: Any) -> EngineOptions:
             return EngineOptions(**{"async_scheduling": True, **given})
 
-        monkeypatch.setattr(engine, "EngineOptions", options)
+        monkeypatch.setattr(engine_base, "EngineOptions", options)
     return str(mode)

@@ -22,7 +22,6 @@ from torch_pagoda.runtime.engine.beam_submission import BeamSubmission
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.outputs import BeamSearchOutput, Progress
-from torch_pagoda.runtime.requests.request_options import RequestOptions
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.sampling.beam_search import BeamSearch, Hypothesis
 from torch_pagoda.runtime.sampling.logprobs import top_logprobs
@@ -192,7 +191,7 @@ def test_nothing_changes_the_results(
         engine.submit(PROMPTS[i], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), f"other {i}")
     prompts = [PROMPTS[i] for i in which]
     params = BeamSearchParams(width, max_tokens)
-    outputs = engine.beam_search(prompts, params, lambda progress: engine.batcher.check())
+    outputs = engine.beam_search(prompts, params, on_progress=lambda progress: engine.batcher.check())
     assert_found(outputs, prompts, params)
     finished = {}
     while engine.has_unfinished():
@@ -228,7 +227,7 @@ def test_beams_share_the_blocks_of_what_they_share(size: int) -> None:
         if length % size:
             copies += sum(count - 1 for tokens, count in blocks.items() if len(tokens) == length)
 
-    assert_found(engine.beam_search([prompt], params, look), [prompt], params)
+    assert_found(engine.beam_search([prompt], params, on_progress=look), [prompt], params)
     assert engine.stats()["copies_on_write"] == copies > 0
     assert len(used) == 11 and used[0] == -(-len(prompt) // size)
     assert_idle(engine)
@@ -253,7 +252,7 @@ def test_a_second_search_finds_the_prompt_in_the_cache() -> None:
     first, second = (search_checked(engine, [PROMPTS[2]])[0] for _ in range(2))
     assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 24)
     assert_found([first, second], [PROMPTS[2]] * 2)
-    salted = engine.beam_search([PROMPTS[2]], PARAMS, options=[RequestOptions(cache_salt="x")])[0]
+    salted = engine.beam_search([PROMPTS[2]], PARAMS, cache_salt="x")[0]
     assert salted.num_cached_tokens == 0
     assert_found([salted], [PROMPTS[2]])
 
@@ -266,7 +265,7 @@ def test_beside_ordinary_requests(options: dict[str, Any]) -> None:
     want = make_engine().generate([PROMPTS[3]], drawn)[0]
     names = [engine.submit(prompt, params) for prompt in PROMPTS]
     name = engine.submit(PROMPTS[3], drawn)
-    assert_found(engine.beam_search(PROMPTS, PARAMS, lambda progress: engine.batcher.check()), PROMPTS)
+    assert_found(engine.beam_search(PROMPTS, PARAMS, on_progress=lambda progress: engine.batcher.check()), PROMPTS)
     finished = {}
     while engine.has_unfinished():
         finished.update({output.request_id: output for output in engine.step() if output.finished})
@@ -367,7 +366,6 @@ def test_one_beam_with_unusable_logits_ends_its_search(value: float) -> None:
 
 def test_a_deadline_and_a_cancel_end_a_search() -> None:
     engine = make_engine()
-    options = [RequestOptions(), RequestOptions(deadline=1e-9), RequestOptions()]
 
     def cancel(progress: Progress) -> None:
         engine.batcher.check()
@@ -376,7 +374,7 @@ def test_a_deadline_and_a_cancel_end_a_search() -> None:
                 assert engine.cancel(search.request_id)
                 assert not engine.cancel(search.request_id)
 
-    cancelled, late, whole = engine.beam_search(PROMPTS[:3], PARAMS, cancel, options)
+    cancelled, late, whole = engine.beam_search(PROMPTS[:3], PARAMS, deadline=[None, 1e-9, None], on_progress=cancel)
     assert cancelled.error == "the search was cancelled"
     assert late.error == "its deadline has passed" and late.sequences == []
     assert_found([whole], PROMPTS[2:3])

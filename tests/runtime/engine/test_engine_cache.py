@@ -11,7 +11,6 @@ from torch_pagoda.runtime.batching import POLICIES, QueueFull
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.outputs import RequestOutput
-from torch_pagoda.runtime.requests.request_options import RequestOptions, options_for
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 from toy_program import ToyProgram
@@ -82,8 +81,8 @@ def test_no_policy_changes_a_token(policy: str, preemption: str, expected: dict[
     engine = make_engine(
         "hybrid", num_blocks=18, max_num_seqs=4, policy=policy, preemption=preemption, swap_space=SWAP
     )
-    options = options_for(7, priority=[3, -1, 2, 0, -2, 1, 5], client=list("abacaba"))
-    assert tokens(engine.generate(PROMPTS, greedy(), options=options)) == expected["hybrid"]
+    priority, client = [3, -1, 2, 0, -2, 1, 5], list("abacaba")
+    assert tokens(engine.generate(PROMPTS, greedy(), priority=priority, client=client)) == expected["hybrid"]
     assert_idle(engine)
 
 
@@ -110,8 +109,8 @@ def test_random_moves_growth_and_cancels_change_no_token(
     cancelled = set()
     for _ in range(40):
         i = rng.randrange(len(PROMPTS))
-        options = RequestOptions(priority=rng.randrange(-2, 3), client=rng.choice("ab"))
-        wanted[engine.submit(PROMPTS[i], greedy(), options=options)] = expected[windows][i]
+        name = engine.submit(PROMPTS[i], greedy(), priority=rng.randrange(-2, 3), client=rng.choice("ab"))
+        wanted[name] = expected[windows][i]
         for _ in range(rng.randrange(4)):
             outputs |= {output.request_id: output for output in engine.step()}
             engine.batcher.check()
@@ -212,9 +211,7 @@ def test_salts_separate_clients_and_a_reset_forgets() -> None:
     engine = make_engine()
 
     def cached(salt: str) -> int:
-        return engine.generate([PROMPTS[0]], greedy(2), options=[RequestOptions(cache_salt=salt)])[
-            0
-        ].num_cached_tokens
+        return engine.generate([PROMPTS[0]], greedy(2), cache_salt=salt)[0].num_cached_tokens
 
     assert [cached("a"), cached("b"), cached("a"), cached("b")] == [0, 0, 20, 20]
     engine.reset_prefix_cache()
@@ -303,8 +300,7 @@ def test_a_deadline_ends_a_request_where_it_stands(monkeypatch: pytest.MonkeyPat
     program = ToyProgram()
     program.before_call = lambda tokens: now.__setitem__(0, now[0] + 1)
     engine = make_engine(program=program, max_num_seqs=2, enable_prefix_caching=False)
-    options = options_for(4, deadline=[3.5, None, 2.5, 100])
-    outputs = engine.generate(PROMPTS[:4], greedy(), options=options)
+    outputs = engine.generate(PROMPTS[:4], greedy(), deadline=[3.5, None, 2.5, 100])
     reasons = [output.outputs[0].finish_reason for output in outputs]
     assert reasons == ["timeout", "length", "timeout", "length"]
     assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 12, 0, 12]

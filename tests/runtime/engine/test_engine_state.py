@@ -14,7 +14,6 @@ from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_sl
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.outputs import RequestOutput
-from torch_pagoda.runtime.requests.request_options import RequestOptions
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.sampling.beam_search import BeamSearch
 from torch_pagoda.runtime.sampling.logprobs import top_logprobs
@@ -107,7 +106,7 @@ def test_preemption_changes_no_token(preemption: str, scarce: str, caching: bool
     )
     if scarce == "slots":
         assert engine.stats()["state_slots_total"] == 3
-    ids = [engine.submit(prompt, greedy(), options=RequestOptions(priority=-i)) for i, prompt in enumerate(PROMPTS)]
+    ids = [engine.submit(prompt, greedy(), priority=-i) for i, prompt in enumerate(PROMPTS)]
     found: dict[str, list[int]] = {}
     while engine.has_unfinished():
         found |= {output.request_id: output.outputs[0].token_ids for output in engine.step() if output.finished}
@@ -194,7 +193,7 @@ def test_only_who_makes_steps_fail_ends_by_it(with_kv: bool, budget: int, culpri
 
     program.before_call = before_call
     engine = make_engine(program, max_num_batched_tokens=budget, enable_prefix_caching=False)
-    ids = [engine.submit(prompt, greedy(), final_only=True) for prompt in PROMPTS]
+    ids = engine.submit_many(PROMPTS, greedy(), final_only=True)
     found: dict[str, RequestOutput] = {}
     for _ in range(1500):
         found |= {output.request_id: output for output in engine.step()}
@@ -283,8 +282,8 @@ def test_random_load_changes_no_token(with_kv: bool, seed: int) -> None:
 
     for _ in range(40):
         i = rng.randrange(len(PROMPTS))
-        options = RequestOptions(priority=rng.randrange(-2, 3), client=rng.choice("ab"))
-        wanted[engine.submit(PROMPTS[i], greedy(n=rng.choice([1, 1, 2])), options=options)] = own[i]
+        options = {"priority": rng.randrange(-2, 3), "client": rng.choice("ab")}
+        wanted[engine.submit(PROMPTS[i], greedy(n=rng.choice([1, 1, 2])), **options)] = own[i]
         for _ in range(rng.randrange(4)):
             step()
         if rng.random() < 0.3:

@@ -19,7 +19,6 @@ from torch_pagoda.runtime.engine.step_runner import StepRunner
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.request import Request
-from torch_pagoda.runtime.requests.request_options import RequestOptions
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.sampling import sampler
 from torch_pagoda.runtime.sampling.sampler import Sampler
@@ -326,8 +325,7 @@ def test_cancels_deadlines_and_names_that_come_back() -> None:
     engine = make_engine(max_num_seqs=4)
     expected = [ToyProgram().dense_greedy(prompt, 12) for prompt in PROMPTS]
     for i, prompt in enumerate(PROMPTS):
-        options = RequestOptions(deadline=1e-9) if i == 3 else RequestOptions()
-        engine.submit(prompt, greedy(), f"r{i}", options)
+        engine.submit(prompt, greedy(), f"r{i}", deadline=1e-9 if i == 3 else None)
     for _ in range(3):
         engine.step()
     assert engine._core.steps.is_under_way and engine.cancel("r0") and engine.cancel("r5")

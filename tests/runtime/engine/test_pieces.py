@@ -152,7 +152,7 @@ def test_cached_tokens_come_with_the_pieces() -> None:
 def test_steps_and_final_only() -> None:
     engine = make_engine()
     params = SamplingParams(temperature=0, max_tokens=5)
-    quiet = engine.submit("Hello", params, final_only=True)
+    quiet = engine.submit_many(["Hello"], params, final_only=True)[0]
     loud = engine.submit("Hello", params)
     seen = []
     while engine.has_unfinished():
@@ -217,8 +217,8 @@ def test_many_are_cancelled_in_one_turn() -> None:
 def test_deadlines_and_cancelled_queues_end_with_pieces() -> None:
     engine = make_engine(max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=100)
-    late = engine.submit("a", params, options=RequestOptions(deadline=0.02), final_only=True)
-    waiting = engine.submit("b", params, final_only=True)
+    late = engine.submit_many(["a"], params, options=RequestOptions(deadline=0.02), final_only=True)[0]
+    waiting = engine.submit_many(["b"], params, final_only=True)[0]
     time.sleep(0.03)
     found = {piece.request_id: piece for piece in engine.step_pieces()}
     assert found[late].finish_reason == "timeout"

@@ -16,7 +16,6 @@ from structured_engine import EOS, VOCAB, structured_engine
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.submission import Completion, Submission
 from torch_pagoda.runtime.requests.outputs import CompletionOutput
-from torch_pagoda.runtime.requests.request_options import RequestOptions
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.structured.masks import MaskPool
 from torch_pagoda.runtime.structured.state import GrammarState
@@ -313,7 +312,7 @@ def test_streams_and_submits_give_what_generate_gives() -> None:
     pieces = list(structured_engine().stream("Hello", params))
     assert "".join(piece.text for piece in pieces) == expected.text and pieces[-1].finish_reason == "stop"
     engine = structured_engine()
-    engine.submit("Hello", params, options=RequestOptions(priority=1))
+    engine.submit("Hello", params, priority=1)
     outputs = []
     while engine.has_unfinished():
         outputs += engine.step()

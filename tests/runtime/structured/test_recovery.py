@@ -83,7 +83,7 @@ def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interr
     expected = structured_engine().generate([[65]], params)[0].outputs[0]
     engine = structured_engine()
     engine.submit([65], params)
-    output, interrupts = engine._output, [1]
+    output, interrupts = engine._core.output, [1]
 
     def interrupted(submission: Any) -> Any:
         result = output(submission)
@@ -92,7 +92,7 @@ def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interr
             raise KeyboardInterrupt
         return result
 
-    engine._output = interrupted  # type: ignore[method-assign]
+    engine._core.output = interrupted  # type: ignore[method-assign]
     outputs: list[Any] = []
     while engine.has_unfinished():
         try:

@@ -1,0 +1,170 @@
+"""Models to serve: loaded or live, compiled or found compiled by an earlier start."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from .checkpoint.gguf.source import gguf_in
+from .checkpoint.loading import (
+    causal_lm_class,
+    check_module,
+    check_tokenizer,
+    checkpoint_files,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
+from .compiler import (
+    CompileOptions,
+    ModuleGuard,
+    NotFinite,
+    UnsupportedModel,
+    WeightGuard,
+    compile_program,
+)
+from .compiler.calibrate.recorded_grid import on_recorded_grid
+from .compiler.capture.state_layers import check_state
+from .default_params import recommended_params
+from .known_program import known_program
+from .model_facts import facts_of
+from .options import LoadOptions
+from .runtime.autocast import without_autocast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from .compiler.link.linker import LinkedProgram
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """A model that can be served.
+
+    Attributes:
+        program: the compiled model.
+        tokenizer: of its texts; None where there is none.
+        eos_token_ids: tokens that end a sequence.
+        recommended_params: what the generation config says of sampling, by the names in ``SamplingParams``.
+        weights: tells whether a weight was replaced, moved or written to.
+        guard: tells whether a live module has changed otherwise; None for one that was loaded.
+    """
+
+    program: LinkedProgram
+    tokenizer: PreTrainedTokenizerBase | None
+    eos_token_ids: list[int]
+    recommended_params: dict[str, Any]
+    weights: WeightGuard
+    guard: ModuleGuard | None
+
+
+def compiled_model(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    loading: LoadOptions,
+    compiling: CompileOptions,
+    device: torch.device,
+    known_modules: frozenset[str],
+) -> CompiledModel:
+    """Load a model, unless it is a live module, and its tokenizer; and compile it, unless an earlier start has.
+
+    Args:
+        model, tokenizer: as for ``LLM``.
+        loading: how to load it.
+        compiling: how to compile it.
+        device: the one that ``loading`` means.
+        known_modules: names of the modules that were imported before.
+
+    Raises:
+        TypeError, ValueError: as ``LLM``.
+    """
+    loads = isinstance(model, str | os.PathLike)
+    if loading.gguf_file is not None:
+        if not isinstance(model, str | os.PathLike):
+            raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass the folder that it lies in")
+        model = gguf_in(model, loading.gguf_file)
+
+    program, files = None, None
+    if isinstance(model, str | os.PathLike):
+        files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
+        if files is not None and (found := known_program(files, compiling)) is not None:
+            program, module = found
+        else:
+            _, config = load_config(model, loading.trust_remote_code)
+            compiling = on_recorded_grid(compiling, config)
+            if (model_class := causal_lm_class(config)) is not None:
+                with _refusals_named(model):
+                    check_state(model_class, config)
+            module = load_model(model, loading.dtype, loading.trust_remote_code, device, config)
+    else:
+        module = check_module(model, loading.dtype, device)
+        compiling = on_recorded_grid(compiling, module.config)
+    if tokenizer is None and isinstance(model, str | os.PathLike):
+        tokenizer = load_tokenizer(model, loading.trust_remote_code, required=False)
+    elif isinstance(tokenizer, str | os.PathLike):
+        tokenizer = load_tokenizer(tokenizer, loading.trust_remote_code, required=True)
+    else:
+        tokenizer = check_tokenizer(tokenizer)
+    recommended = recommended_params(loading.generation_config, module)
+
+    if program is None:
+        facts = facts_of(module)
+        with _refusals_named(model), without_autocast(device.type):
+            program = compile_program(
+                module,
+                compiling,
+                owns_weights=loads,
+                files=None if facts is None else files,
+                facts=facts,
+                loaded=known_modules,
+            )
+        weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+    else:  # nobody but the program holds the tensors
+        weights = WeightGuard(nn.Module())
+    guard = None if loads else ModuleGuard(module)
+    return CompiledModel(program, tokenizer, eos_token_ids(module, tokenizer), recommended, weights, guard)
+
+
+@contextmanager
+def _refusals_named(model: object) -> Iterator[None]:
+    """Has every ``UnsupportedModel`` from within name the model, and say what else would run it, if anything does."""
+    try:
+        yield
+    except UnsupportedModel as error:
+        name = f"{os.fspath(model)!r}" if isinstance(model, str | os.PathLike) else type(model).__name__
+        refused = f"model={name} cannot be served: {error}"
+        if isinstance(error, NotFinite):
+            raise NotFinite(refused) from error
+        raise UnsupportedModel(
+            f'{refused}; use transformers\' own generate, which torch.compile(model, backend="pagoda") can speed up'
+        ) from error
+
+
+def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Tokens that end a sequence: the generation config's, else the model config's, and the tokenizer's, as in vLLM.
+
+    Negative ones, with which some configs say that nothing does, are left out: no token is one.
+
+    Raises:
+        ValueError: one is no integer.
+    """
+    configs = (getattr(module, "generation_config", None), module.config)
+    configured = next((config for config in configs if getattr(config, "eos_token_id", None) is not None), None)
+    ends: set[int] = set()
+    for owner in (configured, tokenizer):
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            for token in found if isinstance(found, list | tuple) else [found]:
+                if isinstance(token, bool) or not isinstance(token, Integral):
+                    raise ValueError(
+                        f"eos_token_id={found!r} of {type(owner).__name__} holds {token!r}; use token ids, such as 2"
+                    )
+                ends.add(int(token))
+    return sorted(token for token in ends if token >= 0)
