@@ -8,8 +8,8 @@ import sys
 from typing import Any
 
 from torch_pagoda.cli import main
-from torch_pagoda.runtime.serving.engine_process.socket_client import SocketClient
-from torch_pagoda.runtime.serving.engine_process.wire import Step, Submit
+from torch_pagoda.serving.engine_process.socket_client import SocketClient
+from torch_pagoda.serving.engine_process.wire import Step, Submit
 
 
 def watch(path: str) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_pagoda.runtime.serving.engine_process.client import (
+from torch_pagoda.serving.engine_process.client import (
     EngineDied,
     EngineState,
     EngineUnavailable,
     RequestRefused,
 )
-from torch_pagoda.runtime.serving.engine_process.wire import (
+from torch_pagoda.serving.engine_process.wire import (
     WIRE_VERSION,
     Delta,
     Hello,

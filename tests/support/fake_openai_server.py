@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-from torch_pagoda.runtime.serving.page.chat_page import chat_page_router
-from torch_pagoda.runtime.serving.page.markdown_process import MarkdownRenderer
+from torch_pagoda.serving.page.chat_page import chat_page_router
+from torch_pagoda.serving.page.markdown_process import MarkdownRenderer
 
 
 @dataclass

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from torch_pagoda.runtime.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
-from torch_pagoda.runtime.serving.formats.tools import Tool, ToolChoice
+from torch_pagoda.serving.formats.events import ContentDelta, Event, ReasoningDelta, ToolCall
+from torch_pagoda.serving.formats.tools import Tool, ToolChoice
 
 MARKS = ("<think>", "</think>", "<call>", "</call>")
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.serving.engine_process.socket_client import SocketClient
-from torch_pagoda.runtime.serving.engine_process.worker import Worker
+from torch_pagoda.serving.engine_process.socket_client import SocketClient
+from torch_pagoda.serving.engine_process.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Any
 from thread_client import ThreadClient
 
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.serving.engine_process.client import DeltaStream
-from torch_pagoda.runtime.serving.engine_process.wire import Delta
+from torch_pagoda.serving.engine_process.client import DeltaStream
+from torch_pagoda.serving.engine_process.wire import Delta
 
 from toy_program import ToyProgram, character_tokenizer
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from msgspec.msgpack import Decoder
 
-from torch_pagoda.runtime.serving.engine_process.framing import FrameReader
-from torch_pagoda.runtime.serving.engine_process.wire import Start
-from torch_pagoda.runtime.serving.engine_process.worker import Worker
+from torch_pagoda.serving.engine_process.framing import FrameReader
+from torch_pagoda.serving.engine_process.wire import Start
+from torch_pagoda.serving.engine_process.worker import Worker
 
 
 def main(fd: int) -> int:

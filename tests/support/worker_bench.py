@@ -10,9 +10,9 @@ from typing import Any
 from msgspec.msgpack import Decoder, encode
 
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.serving.engine_process.framing import FrameReader
-from torch_pagoda.runtime.serving.engine_process.wire import Delta, FromEngine, Hello, Step
-from torch_pagoda.runtime.serving.engine_process.worker import Worker
+from torch_pagoda.serving.engine_process.framing import FrameReader
+from torch_pagoda.serving.engine_process.wire import Delta, FromEngine, Hello, Step
+from torch_pagoda.serving.engine_process.worker import Worker
 
 
 class Bench:

@@ -14,10 +14,10 @@ import pytest
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.cli.engine_process import engine_argv
-from torch_pagoda.runtime.serving.engine_process.client import EngineDied
-from torch_pagoda.runtime.serving.engine_process.process_client import ProcessClient
-from torch_pagoda.runtime.serving.engine_process.supervisor import EngineProcess, RestartLimit
-from torch_pagoda.runtime.serving.engine_process.wire import Start, Submit
+from torch_pagoda.serving.engine_process.client import EngineDied
+from torch_pagoda.serving.engine_process.process_client import ProcessClient
+from torch_pagoda.serving.engine_process.supervisor import EngineProcess, RestartLimit
+from torch_pagoda.serving.engine_process.wire import Start, Submit
 
 from toy_client import merged, read_all
 

@@ -164,6 +164,6 @@ def test_one_thread_is_for_the_imports_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _checked(keys: Any) -> None:
-    from torch_pagoda.runtime.serving.settings import Settings
+    from torch_pagoda.serving.settings import Settings
 
     Settings(api_keys=keys)

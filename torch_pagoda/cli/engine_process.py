@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.serving.engine_process.wire import Start
+    from ..serving.engine_process.wire import Start
 
 _START_SECONDS = 60.0
 _GRACE_SECONDS = 2.0
@@ -33,8 +33,8 @@ def main(fd: int) -> int:
     sock.set_inheritable(False)
     threading.Thread(target=_end_with, args=(sock.fileno(),), name="pagoda-watch", daemon=True).start()
 
-    from ..runtime.serving.engine_process.wire import EXIT_BAD_MESSAGE, EXIT_DONE
-    from ..runtime.serving.monitoring.logs import formatter
+    from ..serving.engine_process.wire import EXIT_BAD_MESSAGE, EXIT_DONE
+    from ..serving.monitoring.logs import formatter
 
     try:
         start = _read_start(sock)
@@ -53,7 +53,7 @@ def main(fd: int) -> int:
     from ..device import resolve_device
     from ..llm import LLM
     from ..runtime.processors import bind_to_node_of
-    from ..runtime.serving.engine_process.worker import Worker
+    from ..serving.engine_process.worker import Worker
     from .errors import one_line_errors
     from .frozen_objects import freeze_objects
     from .phases import show_phases
@@ -74,9 +74,9 @@ def _read_start(sock: socket.socket) -> Start | None:
     """The first message; None if the other side has gone."""
     from msgspec.msgpack import Decoder
 
-    from ..runtime.serving.engine_process.framing import FrameReader
-    from ..runtime.serving.engine_process.wire import WIRE_VERSION
-    from ..runtime.serving.engine_process.wire import Start as StartMessage
+    from ..serving.engine_process.framing import FrameReader
+    from ..serving.engine_process.wire import WIRE_VERSION
+    from ..serving.engine_process.wire import Start as StartMessage
 
     sock.settimeout(_START_SECONDS)
     reader = FrameReader()

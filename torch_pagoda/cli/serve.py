@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from ..runtime.serving.settings import Settings
+from ..serving.settings import Settings
 from .engine_options import ENGINE_PANELS, LLM_OPTIONS
 from .errors import one_line_errors
 from .serve_options import ServeOptions, make_settings

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..runtime.option import option
-from ..runtime.serving.settings import ApiKey, Settings
+from ..serving.settings import ApiKey, Settings
 from .engine_options import EngineCommandOptions
 from .with_options import json_object
 
 if TYPE_CHECKING:
-    from ..runtime.serving.monitoring.logs import LogFormat, LogRequests
+    from ..serving.monitoring.logs import LogFormat, LogRequests
 
 KEY_VARIABLE = "PAGODA_API_KEY"
 

@@ -14,15 +14,15 @@ from transformers.utils import logging as transformers_logging
 
 from ..checkpoint.loading import load_tokenizer
 from ..runtime.engine.engine_options import EngineOptions
-from ..runtime.serving.app import make_app
-from ..runtime.serving.engine_process.process_client import ProcessClient
-from ..runtime.serving.engine_process.supervisor import RestartLimit
-from ..runtime.serving.engine_process.wire import Start
-from ..runtime.serving.formats.registry import AnyFormat, resolve
-from ..runtime.serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter
-from ..runtime.serving.monitoring.tracing import RequestTracer
-from ..runtime.serving.server import Server, StartedClient, bind
-from ..runtime.serving.settings import Settings
+from ..serving.app import make_app
+from ..serving.engine_process.process_client import ProcessClient
+from ..serving.engine_process.supervisor import RestartLimit
+from ..serving.engine_process.wire import Start
+from ..serving.formats.registry import AnyFormat, resolve
+from ..serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter
+from ..serving.monitoring.tracing import RequestTracer
+from ..serving.server import Server, StartedClient, bind
+from ..serving.settings import Settings
 from .engine_process import engine_argv
 from .frozen_objects import freeze_objects
 from .serve_options import ServeOptions
@@ -119,7 +119,7 @@ def _set_up_logs(log_format: LogFormat, verbose: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if verbose else logging.WARNING)
-    logging.getLogger("torch_pagoda.runtime.serving").setLevel(logging.INFO)
+    logging.getLogger("torch_pagoda.serving").setLevel(logging.INFO)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 

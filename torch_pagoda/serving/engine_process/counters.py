@@ -1,0 +1,63 @@
+"""Figures of engines that follow each other, as those of one: what counts up goes on where the last one stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...runtime.engine.step_sizes import FIGURES
+from ...runtime.engine.synchronous_steps import REASONS
+
+COUNTERS = frozenset(
+    {
+        *("steps", "computed_tokens", "generated_tokens", "prompt_tokens", "cached_tokens", "failed"),
+        *("finished_stop", "finished_length", "finished_cancelled", "finished_timeout", "finished_error"),
+        *("preemptions", "swaps", "evictions", "copies_on_write", "blocks_moved"),
+        *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
+        *("state_slots_evicted", "model_seconds", "total_seconds"),
+        *FIGURES.values(),
+        "steps_ahead",
+        *(f"synchronous_steps_{reason}" for reason in REASONS),
+    }
+)
+"""Names in ``Engine.stats`` that only grow."""
+
+_OF_THE_LIVING = (
+    *("running", "queue_length", "queue_tokens", "blocks_used", "host_blocks_used", "state_slots_used"),
+)
+"""What a dead engine has none of."""
+
+
+class Counters:
+    """Adds the totals of former engines to those of the one that runs."""
+
+    def __init__(self) -> None:
+        self.restarts = 0
+        self._former: dict[str, int | float] = {}
+        self._latest: dict[str, int | float] = {}
+        self._sum: dict[str, int | float] = {"restarts": 0}
+
+    @property
+    def stats(self) -> Mapping[str, int | float]:
+        """All figures, and ``restarts``."""
+        return self._sum
+
+    def update(self, stats: Mapping[str, int | float]) -> None:
+        """Take the figures of the engine that runs."""
+        self._latest = dict(stats)
+        former = self._former
+        self._sum = {name: value + former.get(name, 0) for name, value in stats.items()}
+        self._sum["restarts"] = self.restarts
+
+    def end(self) -> None:
+        """The engine has ended; the next one begins at 0."""
+        for name in COUNTERS & self._latest.keys():
+            self._former[name] = self._former.get(name, 0) + self._latest[name]
+        self._latest = {}
+        for name in _OF_THE_LIVING:
+            if name in self._sum:
+                self._sum[name] = 0
+
+    def restart(self) -> None:
+        """A new engine is started."""
+        self.restarts += 1
+        self._sum["restarts"] = self.restarts

@@ -1,0 +1,342 @@
+"""The engine's side of the socket: take messages, run a step, send what is new, over and over."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from msgspec import DecodeError
+from msgspec.msgpack import Decoder, Encoder
+
+from ...runtime.batching.batcher import QueueFull
+from ...runtime.engine.engine import Engine
+from ...runtime.requests.outputs import Logprob, RequestMetrics, StreamPiece
+from ...runtime.requests.request_options import RequestOptions
+from ...runtime.requests.sampling_params import SamplingParams
+from .framing import FrameReader, FrameTooLong, FrameWriter
+from .grammar_compiler import GrammarCompiler
+from .wire import (
+    EXIT_BAD_MESSAGE,
+    EXIT_BROKEN,
+    EXIT_DONE,
+    WIRE_VERSION,
+    Answer,
+    Ask,
+    Cancel,
+    Delta,
+    FromEngine,
+    Hello,
+    Refused,
+    RequestTimes,
+    Step,
+    Submit,
+    ToEngine,
+    TokenLogprob,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 64 * 2**20
+"""Bytes that may wait for the other side to read them; above this no step is run."""
+
+_MAX_FAILURES = 3
+_MAX_REASON = 10_000
+"""Characters of a refusal, which may quote what was sent."""
+_TOO_LONG = "the answer to this request is too long to be sent; ask for fewer log-probabilities"
+
+
+class Worker:
+    """Runs an engine for whoever is at the other end of a socket, and ends when they close it.
+
+    Args:
+        engine: used by nobody else meanwhile.
+        sock: a connected stream socket; it is closed at the end.
+        model: name or folder, for ``Hello``.
+        default_params: likewise.
+        stats_interval: seconds between two messages with ``stats``, while requests run.
+        max_unsent: bytes that may wait for the other side; a single step may exceed it.
+        stall_seconds: how long the other side may read nothing while more than that waits for it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sock: socket.socket,
+        *,
+        model: str = "",
+        default_params: Mapping[str, Any] | None = None,
+        stats_interval: float = 0.25,
+        max_unsent: int = MAX_UNSENT,
+        stall_seconds: float = 10.0,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.default_params = dict(default_params or {})
+        self.stats_interval = stats_interval
+        self.max_unsent = max_unsent
+        self.stall_seconds = stall_seconds
+        self._sock = sock
+        self._reader = FrameReader()
+        self._writer = FrameWriter()
+        self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
+        self._encoder = Encoder()
+        self._prompts: dict[str, tuple[str, int]] = {}  # the engine's id → request id and index of the prompt
+        self._unfinished: dict[str, set[str]] = {}  # request id → the engine's ids
+        self._too_long: set[str] = set()
+        self._refused: list[Refused] = []
+        self._answers: list[Answer] = []
+        self._compiler = GrammarCompiler(engine)
+        self._stats_sent = 0.0
+        self._was_busy = False
+
+    def run(self) -> int:
+        """Work until the socket is closed or nothing can go on; returns the exit status of an engine process."""
+        self._sock.setblocking(False)
+        try:
+            with selectors.DefaultSelector() as selector:
+                return self._loop(selector)
+        finally:
+            self._sock.close()
+            self._compiler.close()
+            self.engine.cancel_many(list(self._prompts))
+            with suppress(Exception):
+                self.engine.step_pieces()  # nothing is left to run, but the engine forgets them
+
+    def _loop(self, selector: selectors.BaseSelector) -> int:
+        selector.register(self._sock, selectors.EVENT_READ)
+        selector.register(self._compiler, selectors.EVENT_READ)
+        self._send(self._hello())
+        failures = 0
+        while True:
+            if not self._writer.send(self._sock):
+                return EXIT_DONE
+            if self._writer.num_unsent > self.max_unsent and not self._drain():
+                logger.error(
+                    "%d bytes wait and nobody reads them for %g s; the engine ends",
+                    self._writer.num_unsent,
+                    self.stall_seconds,
+                )
+                return EXIT_BROKEN
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writer.num_unsent else 0)
+            selector.modify(self._sock, events)
+            ready = selector.select(0 if self.engine.has_unfinished() else None)
+            try:
+                frames, is_open = self._reader.receive(self._sock)
+                for frame in frames:
+                    self._apply(self._decoder.decode(frame))
+            except (DecodeError, FrameTooLong, RecursionError) as error:
+                logger.error("a message cannot be read (%s); the engine ends", error)
+                return EXIT_BAD_MESSAGE
+            if not is_open:
+                return EXIT_DONE
+            if any(key.fileobj is self._compiler for key, _ in ready):
+                self._take_grammars()
+            pieces: list[StreamPiece] = []
+            if self.engine.has_unfinished():
+                self._was_busy = True
+                try:
+                    pieces = self.engine.step_pieces()
+                    failures = 0
+                except Exception:
+                    failures += 1
+                    logger.exception("a step failed, %d in a row", failures)
+                    if failures == _MAX_FAILURES:
+                        return EXIT_BROKEN
+            self._send_news([self._delta(piece) for piece in pieces])
+            if self.engine.device_lost is not None and not self.engine.has_unfinished():
+                logger.error("%s; the engine ends", self.engine.device_lost)
+                self._drain(0)
+                return EXIT_BROKEN
+
+    def _hello(self) -> Hello:
+        engine = self.engine
+        return Hello(
+            version=WIRE_VERSION,
+            max_model_len=engine.max_model_len,
+            vocab_size=engine.limits.vocab_size,
+            max_num_seqs=engine.batcher.max_num_seqs,
+            max_queue=engine.batcher.max_queue,
+            default_params=self.default_params,
+            model=self.model,
+            device=str(engine.runner.program.device),
+            stats=engine.stats(),
+        )
+
+    def _drain(self, limit: int | None = None) -> bool:
+        """Wait until no more than ``limit`` bytes, by default ``max_unsent``, wait for the other side; False if it
+        stops reading."""
+        limit = self.max_unsent if limit is None else limit
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._sock, selectors.EVENT_WRITE)
+            while self._writer.num_unsent > limit:
+                before = self._writer.num_unsent
+                selector.select(self.stall_seconds)
+                if not self._writer.send(self._sock):
+                    return True  # it is gone, which the loop notices
+                if self._writer.num_unsent == before:
+                    return False
+        return True
+
+    def _apply(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            names = [name for known in message.request_ids for name in self._unfinished.get(known, ())]
+            self.engine.cancel_many(names)
+            for known in message.request_ids:
+                if self._compiler.forget(known):
+                    self._refuse(known, "invalid", "cancelled before its grammar was compiled")
+        else:
+            self._answers.append(self._answer(message))
+
+    def _take_grammars(self) -> None:
+        """Queue what waited for its grammar."""
+        for submit, refusal in self._compiler.done():
+            if refusal is None:
+                self._submit(submit, is_compiled=True)
+            else:
+                self._refuse(submit.request_id, "invalid", refusal)
+
+    def _submit(self, message: Submit, is_compiled: bool = False) -> None:
+        """Queue its prompts, or have its grammar compiled before."""
+        request_id = message.request_id
+        names = [f"{request_id}/{i}" for i in range(len(message.prompts))]
+        try:
+            if not names:
+                raise ValueError("prompts=[] is empty; give at least one prompt")
+            params = SamplingParams(**message.params)
+            if not is_compiled and not self.engine.has_grammar(params):
+                self._compiler.compile(message, params)
+                return
+            options = RequestOptions(**message.options)
+            self.engine.submit_many(message.prompts, params, names, options, final_only=not message.streams)
+        except QueueFull as error:
+            self._refuse(request_id, "queue_full", str(error))
+        except (ValueError, TypeError) as error:
+            self._refuse(request_id, "invalid", str(error))
+        except Exception:
+            logger.exception("a submission failed")
+            self._refuse(request_id, "invalid", "the engine cannot take this request")
+        else:
+            self._prompts.update({name: (request_id, i) for i, name in enumerate(names)})
+            self._unfinished[request_id] = set(names)
+
+    def _refuse(self, request_id: str, code: str, message: str) -> None:
+        self._refused.append(Refused(request_id, code, message[:_MAX_REASON]))
+
+    def _answer(self, ask: Ask) -> Answer:
+        value: Any = None
+        try:
+            if ask.what == "stats":
+                value = self.engine.stats()
+            elif ask.what == "profile":
+                value = self.engine.profile().to_dict()
+            elif ask.what == "reset_prefix_cache":
+                self.engine.reset_prefix_cache()
+            elif ask.what != "ping":
+                return Answer(ask.call_id, error=f"what={ask.what!r} is not known")
+        except Exception:
+            logger.exception("%s failed", ask.what)
+            return Answer(ask.call_id, error=f"{ask.what} failed")
+        return Answer(ask.call_id, value)
+
+    def _delta(self, piece: StreamPiece) -> Delta:
+        """The message of a piece; the last one of a request ends what is remembered of it."""
+        name, metrics = piece.request_id, piece.metrics
+        request_id, prompt_index = self._prompts[name]
+        delta = Delta(
+            request_id,
+            prompt_index,
+            piece.index,
+            piece.text,
+            piece.token_ids,
+            None if piece.logprobs is None else [_entries(entry) for entry in piece.logprobs],
+            piece.finish_reason,
+            piece.stop_reason,
+            piece.error,
+        )
+        if piece.prompt_logprobs is not None:
+            delta.prompt_logprobs = [None if entry is None else _entries(entry) for entry in piece.prompt_logprobs]
+        if piece.finished:
+            delta.num_cached_tokens = piece.num_cached_tokens
+            if name in self._too_long:
+                delta.finish_reason, delta.error = "error", _TOO_LONG
+        if metrics is not None:
+            delta.times = _times(metrics)
+            self._too_long.discard(name)
+            del self._prompts[name]
+            unfinished = self._unfinished[request_id]
+            unfinished.discard(name)
+            if not unfinished:
+                del self._unfinished[request_id]
+        return delta
+
+    def _send_news(self, deltas: list[Delta]) -> None:
+        """Let a message wait for the socket, if there is anything to say."""
+        stats = None
+        is_busy = self.engine.has_unfinished()
+        now = time.monotonic()
+        if now - self._stats_sent >= self.stats_interval if is_busy else self._was_busy:
+            stats, self._stats_sent, self._was_busy = self.engine.stats(), now, is_busy
+        refused, self._refused = self._refused, []
+        answers, self._answers = self._answers, []
+        if deltas or refused or answers or stats is not None:
+            self._put_step(Step(now, deltas, refused, answers, stats))
+
+    def _put_step(self, step: Step) -> None:
+        """Let a step wait for the socket, in several messages where it is longer than one may be."""
+        try:
+            self._send(step)
+            return
+        except FrameTooLong:
+            pass
+        deltas, refused = step.deltas, step.refused
+        if half := len(deltas) // 2:
+            self._put_step(Step(step.time, deltas[:half]))
+            self._put_step(Step(step.time, deltas[half:], refused, step.answers, step.stats))
+        elif half := len(refused) // 2:
+            self._put_step(Step(step.time, [], refused[:half]))
+            self._put_step(Step(step.time, deltas, refused[half:], step.answers, step.stats))
+        elif deltas and (deltas[0].logprobs or deltas[0].prompt_logprobs or deltas[0].text):
+            self._put_step(Step(step.time, [self._shortened(deltas[0])], refused, step.answers, step.stats))
+        else:
+            answers = [Answer(answer.call_id, error="the answer is too long to be sent") for answer in step.answers]
+            self._put_step(Step(step.time, deltas, refused, answers, step.stats))
+
+    def _shortened(self, delta: Delta) -> Delta:
+        """A delta in place of one that is too long to be sent; its request ends with an error."""
+        name = f"{delta.request_id}/{delta.prompt_index}"
+        if delta.finish_reason is None:
+            self._too_long.add(name)
+            self.engine.cancel_many([name])
+        short = Delta(delta.request_id, delta.prompt_index, delta.index, "", [], times=delta.times)
+        if delta.finish_reason is not None:
+            short.finish_reason, short.error = "error", _TOO_LONG
+        return short
+
+    def _send(self, message: FromEngine) -> None:
+        self._writer.put(self._encoder.encode(message))
+
+
+def _entries(entry: Mapping[int, Logprob]) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token, logprob.logprob, logprob.rank, logprob.decoded_token or "", logprob.added_text)
+        for token, logprob in entry.items()
+    ]
+
+
+def _times(metrics: RequestMetrics) -> RequestTimes:
+    began, first, ended = metrics.first_scheduled_time, metrics.first_token_time, metrics.finished_time
+    computed = first if first is not None else ended
+    return RequestTimes(
+        queue=metrics.time_in_queue,
+        prefill=None if began is None or computed is None else computed - began,
+        decode=None if first is None or ended is None else ended - first,
+        num_generated_tokens=metrics.num_generated_tokens,
+        num_preemptions=metrics.num_preemptions,
+    )

@@ -1,0 +1,146 @@
+"""State that the routes of one server share; there are no globals."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ...runtime.requests.template_facts import TemplateFacts, probe_template
+from ..engine_process.client import EngineClient, EngineUnavailable
+from ..formats.registry import AnyFormat
+from ..http.errors import ApiError
+from ..monitoring.logs import RequestLog
+from ..monitoring.metrics import ServerMetrics
+from ..monitoring.request_record import RequestRecord
+from ..monitoring.request_watch import RequestWatch
+from ..monitoring.tracing import TRACE_HEADERS, RequestTracer
+from ..page.markdown_process import MarkdownRenderer
+from ..settings import Settings
+from .admission import Admission
+from .grammars import Grammars
+from .prompts import Prompts
+
+if TYPE_CHECKING:
+    from .generate import Generation
+
+
+_MOST_BUCKETS_FOR = 2**20
+"""Tokens that histograms reach to where the engine is not there yet to say."""
+
+
+class Front:
+    """One server's state.
+
+    Args:
+        settings: of the server.
+        client: its engine.
+        tokenizer: a HuggingFace tokenizer, or None.
+        formats: of tool calls and reasoning; None: none is known.
+        log: of finished requests.
+        tracer: of the same.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: EngineClient,
+        tokenizer: Any,
+        *,
+        formats: AnyFormat | None = None,
+        log: RequestLog | None = None,
+        tracer: RequestTracer | None = None,
+    ) -> None:
+        self.settings, self.client, self.tokenizer, self.formats = settings, client, tokenizer, formats
+        self.log = RequestLog() if log is None else log
+        self.tracer = tracer
+        try:
+            longest = client.hello.max_model_len
+        except EngineUnavailable:
+            longest = _MOST_BUCKETS_FOR
+        self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
+        self.renderer = MarkdownRenderer()
+        """Of the chat page."""
+        self.grammars = Grammars(tokenizer, self.metrics.observe_grammar)
+        self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
+        self.admission = Admission(settings, client)
+        self.generations: set[Generation] = set()
+        """Those under way."""
+        self.ignored_fields: set[str] = set()
+        """Names that were logged already."""
+
+    @cached_property
+    def template_facts(self) -> TemplateFacts:
+        """What the chat template takes and writes, found out when it is first asked."""
+        return probe_template(self.tokenizer, self.settings.chat_template)
+
+    def close(self) -> None:
+        """End what belongs to the server; the engine does not."""
+        self.prompts.close()
+        self.grammars.close()
+        self.renderer.close()
+        if self.tracer is not None:
+            self.tracer.close()
+
+    def begin_drain(self) -> None:
+        """Take nothing new."""
+        self.admission.is_draining = True
+
+    async def drained(self) -> None:
+        """Wait until nothing is under way."""
+        while self.admission.num_requests or self.generations:
+            await asyncio.sleep(0.02)
+
+    def cut(self) -> None:
+        """End everything that is under way with what it has."""
+        for generation in list(self.generations):
+            generation.cut()
+
+    def model_name(self, asked: str | None) -> str:
+        """The name to answer under.
+
+        Raises:
+            ApiError: 404; the model is not served.
+        """
+        if not asked:
+            return self.settings.model_name
+        if asked in self.settings.served_model_names:
+            return asked
+        names = ", ".join(self.settings.served_model_names)
+        text = f"The model {asked[:100]!r} does not exist; this server has {names}"
+        raise ApiError(404, "model_not_found", text, param="model")
+
+    def watch(self, scope: Mapping[str, Any], endpoint: str) -> RequestWatch:
+        """A watch over a request for text, from its arrival."""
+        traces = {
+            name: value.decode("latin-1")
+            for header, value in scope["headers"]
+            if (name := header.decode("latin-1")) in TRACE_HEADERS
+        }
+        return RequestWatch(
+            self.metrics,
+            request_id=scope["state"]["request_id"],
+            endpoint=endpoint,
+            model=self.settings.model_name,
+            key_name=key_name(scope),
+            trace_headers=traces,
+        )
+
+    def ended(self, record: RequestRecord, *, prompt: object = None, output: object = None) -> None:
+        """Count, log and trace a request that has ended."""
+        self.metrics.observe(record)
+        self.log.write(record, prompt=prompt, output=output)
+        if self.tracer is not None:
+            self.tracer.export(record)
+
+    def new_id(self, prefix: str) -> str:
+        """An id for an answer."""
+        return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def key_name(scope: Mapping[str, Any]) -> str | None:
+    """Name of the key that a request came with."""
+    name = scope.get("state", {}).get("key_name")
+    return name if isinstance(name, str) else None

@@ -1,0 +1,63 @@
+"""The text of a prompt, divided among its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, takewhile
+from typing import Any
+
+from ...runtime.requests.detokenizer import Detokenizer
+from ...runtime.requests.special_tokens import special_tokens
+
+_MAX_ADDED = 8
+"""Special tokens before a text that a tokenizer adds to it."""
+
+
+def prompt_texts(tokenizer: Any, token_ids: Sequence[int], text: str | None) -> list[str]:
+    """What each token of a prompt is of its text.
+
+    Args:
+        tokenizer: a HuggingFace tokenizer.
+        token_ids: of the prompt.
+        text: that they were made of; None: they were given themselves.
+
+    Returns:
+        Texts that together are the prompt's; "" for special tokens that the tokenizer added to it. Those of token ids
+        are what they decode to, special tokens included.
+    """
+    detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False, marks_ends=True)
+    detokenizer.append(token_ids)
+    detokenizer.finish()
+    texts = detokenizer.added_texts(0, len(token_ids), at_end=True)
+    if text is None:
+        return texts
+    return _cut(texts, text, tokenizer, token_ids) or _by_offsets(tokenizer, token_ids, text) or texts
+
+
+def _cut(texts: list[str], text: str, tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
+    """The texts without what special tokens around the prompt have added; None if it is not what they join to."""
+    joined, special = "".join(texts), special_tokens(tokenizer)
+    starts = [0, *accumulate(map(len, texts))]
+    added = list(takewhile(special.__contains__, token_ids[:_MAX_ADDED]))
+    for count in range(len(added), -1, -1):
+        # Behind a special token the space of Metaspace is not stripped.
+        for start in (starts[count], starts[count] + joined.startswith(" ", starts[count])):
+            end = start + len(text)
+            behind = (token for token, begin in zip(token_ids, starts, strict=False) if begin >= end)
+            if joined.startswith(text, start) and (end == len(joined) or all(token in special for token in behind)):
+                bounds = [min(max(place, start), end) for place in starts]
+                return [joined[begin:stop] for begin, stop in pairwise(bounds)]
+    return None
+
+
+def _by_offsets(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
+    """The texts by the tokenizer's offsets, for one that normalises; None if it has none for these tokens."""
+    if not getattr(tokenizer, "is_fast", False):
+        return None
+    for adds_special in (True, False):
+        encoded = tokenizer(text, add_special_tokens=adds_special, return_offsets_mapping=True)
+        if list(encoded.input_ids) == list(token_ids):
+            ends = list(accumulate((end for _, end in encoded.offset_mapping), max))
+            ends[-1] = len(text)
+            return [text[begin:end] for begin, end in pairwise([0, *ends])]
+    return None

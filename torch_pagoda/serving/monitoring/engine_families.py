@@ -1,0 +1,156 @@
+"""Metric families: the engine's, made of its figures at a scrape, and how families are built and named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from ...runtime.engine.step_sizes import FIGURES
+from .histogram import Histogram
+
+MetricsPrefix = Literal["both", "vllm", "pagoda"]
+"""See ``ServerMetrics``."""
+
+Labels = Mapping[str, str]
+Stats = Mapping[str, int | float]
+
+AUTOSCALER_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+"""Gauges that autoscalers read; they may have two names."""
+
+_GAUGES = {
+    "num_requests_running": ("running", "Sequences that run."),
+    "num_requests_waiting": ("queue_length", "Sequences that wait."),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones included."),
+    "generation_tokens": ("generated_tokens", "Tokens generated."),
+    "num_preemptions": ("preemptions", "Sequences that lost their blocks."),
+    "prefix_cache_queries": ("prefix_query_tokens", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_hit_tokens", "Tokens found in the prefix cache."),
+}
+
+Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
+
+
+def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
+    """Families of the engine's figures (``EngineClient.stats``; zeros before it is ready)."""
+    for name, (key, text) in _GAUGES.items():
+        yield labelled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
+    total = stats.get("blocks_total", 0)
+    usage = stats.get("blocks_used", 0) / total if total else 0.0
+    yield labelled(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", [(labels, usage)])
+    yield labelled(
+        GaugeMetricFamily,
+        "vllm:num_requests_waiting_by_reason",
+        "Sequences that wait, by why; none is held back by anything but capacity.",
+        [({**labels, "reason": "capacity"}, stats.get("queue_length", 0)), ({**labels, "reason": "deferred"}, 0)],
+    )
+    cached = stats.get("cached_tokens", 0)
+    yield labelled(
+        CounterMetricFamily,
+        "vllm:prompt_tokens_by_source",
+        "Tokens of prompts by where they came from.",
+        [
+            ({**labels, "source": "local_compute"}, max(0, stats.get("prompt_tokens", 0) - cached)),
+            ({**labels, "source": "local_cache_hit"}, cached),
+            ({**labels, "source": "external_kv_transfer"}, 0),
+        ],
+    )
+    for name, (key, text) in _COUNTERS.items():
+        yield labelled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
+    steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=tuple(labels))
+    buckets = [(str(float(bound)), float(stats.get(figure, 0))) for bound, figure in FIGURES.items()]
+    buckets.append(("+Inf", float(stats.get("steps", 0))))
+    steps.add_metric(tuple(labels.values()), buckets, float(stats.get("computed_tokens", 0)))
+    yield steps
+    config = {
+        **labels,
+        "block_size": str(int(stats.get("block_size", 0))),
+        "num_gpu_blocks": str(int(total)),
+        "num_cpu_blocks": str(int(stats.get("host_blocks_total", 0))),
+    }
+    yield labelled(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache was set up.", [(config, 1)])
+    yield from _own_families(stats)
+
+
+def _own_families(stats: Stats) -> Iterable[Metric]:
+    seconds = SummaryMetricFamily("pagoda:engine_step_seconds", "Time of the engine's steps.", labels=("phase",))
+    model = float(stats.get("model_seconds", 0.0))
+    for phase, spent in (("model", model), ("other", float(stats.get("total_seconds", 0.0)) - model)):
+        seconds.add_metric((phase,), count_value=int(stats.get("steps", 0)), sum_value=max(0.0, spent))
+    yield seconds
+    yield labelled(
+        GaugeMetricFamily,
+        "pagoda:blocks",
+        "Blocks of the KV cache by what they hold.",
+        [({"state": state}, stats.get(f"blocks_{state}", 0)) for state in ("used", "cached", "free")],
+    )
+    if total := stats.get("state_slots_total", 0):
+        yield from _state_families(stats, total)
+    yield labelled(
+        CounterMetricFamily,
+        "pagoda:engine_restarts",
+        "Engines started in the place of one that died.",
+        [({}, stats.get("restarts", 0))],
+    )
+
+
+def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
+    """Of models with recurrent or convolution states; vLLM counts theirs as blocks of the KV cache."""
+    usage = stats.get("state_slots_used", 0) / total
+    yield labelled(
+        GaugeMetricFamily, "pagoda:state_slots_usage_perc", "Slots of states in use, 0 to 1.", [({}, usage)]
+    )
+    yield labelled(
+        GaugeMetricFamily,
+        "pagoda:state_slots",
+        "Slots of states by what they hold: a sequence's state, a snapshot of one, nothing.",
+        [({"state": state}, stats.get(f"state_slots_{state}", 0)) for state in ("used", "cached", "free")],
+    )
+    yield labelled(
+        CounterMetricFamily,
+        "pagoda:state_slots_evicted",
+        "Snapshots of states that were given up for room.",
+        [({}, stats.get("state_slots_evicted", 0))],
+    )
+
+
+def labelled(family: type[Family], name: str, text: str, samples: Sequence[tuple[Labels, int | float]]) -> Family:
+    """One family of ``name`` and its samples, which have the same label names."""
+    result = family(name, text, labels=tuple(samples[0][0]) if samples else ())
+    for labels, value in samples:
+        result.add_metric(tuple(labels.values()), value)
+    return result
+
+
+def histogram_family(name: str, text: str, samples: Sequence[tuple[Labels, Histogram]]) -> HistogramMetricFamily:
+    """One family of histograms, which have the same label names."""
+    result = HistogramMetricFamily(name, text, labels=tuple(samples[0][0]) if samples else ())
+    for labels, histogram in samples:
+        result.add_metric(tuple(labels.values()), histogram.buckets(), histogram.sum)
+    return result
+
+
+def renamed(families: Iterable[Metric], prefix: MetricsPrefix) -> Iterable[Metric]:
+    """``families`` with vLLM's names as ``prefix`` says, see ``ServerMetrics``."""
+    for family in families:
+        name = family.name.removeprefix("vllm:")
+        own = prefix == "pagoda" or (prefix == "both" and name in AUTOSCALER_GAUGES)
+        if prefix != "pagoda" or name == family.name:
+            yield family
+        if own and name != family.name:
+            yield _named(family, f"pagoda:{name}")
+
+
+def _named(family: Metric, name: str) -> Metric:
+    result = Metric(name, family.documentation, family.type)
+    result.samples = [s._replace(name=name + s.name.removeprefix(family.name)) for s in family.samples]
+    return result
