@@ -102,7 +102,7 @@ def examine(name: str, soc: str, *, kv_cache_dtype: str, serves: bool) -> Static
     from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport, first_line
     from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
-    from torch_pagoda.compiler.targets.npu.offline.decode_graphs import counted_decode_graphs
+    from torch_pagoda.npu_tools.offline.decode_graphs import counted_decode_graphs
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.lower.npu.decode_attention import decode_graph
 

@@ -16,9 +16,9 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from torch_pagoda.compiler.store.program_store import DISABLE
-from torch_pagoda.compiler.targets.npu.offline.run import run_python
-from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError, set_up_toolchain
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
+from torch_pagoda.npu_tools.offline.run import run_python
+from torch_pagoda.npu_tools.offline.toolchain import ToolchainError, set_up_toolchain
 
 from tiers import OWN, TESTS, TIERS, left_to_grid, shard_of, tier_of, tier_of_file
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from torch_pagoda.doctor.host import processors
-from torch_pagoda.doctor.system import System
+from torch_pagoda.npu_tools.doctor.host import processors
+from torch_pagoda.npu_tools.doctor.system import System
 from torch_pagoda.runtime.control_group import control_group_limit
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torch_pagoda.compiler.targets.npu.offline.conversion import convert
-from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph
+from torch_pagoda.npu_tools.offline.conversion import convert
+from torch_pagoda.npu_tools.offline.ge_graph import GeGraph
 
 
 def traced(function: Callable[..., Any]) -> fx.GraphModule:

@@ -112,7 +112,7 @@ def stand_in(mistakes: Mapping[str, str] | None = None, wrong_size: int = 0, soc
         wrong_size: steps of so many tokens have wrong logits, where they run as a whole graph.
         soc: name of a chip.
     """
-    from torch_pagoda.selftest.device import Device
+    from torch_pagoda.npu_tools.selftest.device import Device
 
     running = _Running()
     for operator, kind in (mistakes or {}).items():

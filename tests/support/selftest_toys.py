@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from torch_pagoda.selftest.worker import Items, Progress
+from torch_pagoda.npu_tools.selftest.worker import Items, Progress
 
 
 def stage(kinds: list[str], folder: str = "") -> Items:

@@ -46,8 +46,8 @@ def setup(debug: Debug = False) -> None:
         console.print(Text(f"{step} …"))
 
     with one_line_errors(debug):
-        from ..compiler.targets.npu.offline.toolchain import set_up_toolchain
-        from ..compiler.targets.npu.offline.wheels import TRIED
+        from ..npu_tools.offline.toolchain import set_up_toolchain
+        from ..npu_tools.offline.wheels import TRIED
 
         toolchain = set_up_toolchain(show)
         manifest = toolchain.manifest()
@@ -75,7 +75,7 @@ def doctor(
     Looks at versions of torch, torch_npu, CANN and the driver, the environment, devices, memory and the container.
     Exit status: 0, or 1 when something stops serving.
     """
-    from ..doctor import System, examine
+    from ..npu_tools.doctor import System, examine
 
     findings = examine(System())
     stops = any(finding.stops for finding in findings)
@@ -104,7 +104,7 @@ app.command(epilog="Example:  pagoda npu selftest MODEL --out report")(selftest)
 def python(context: typer.Context) -> None:
     """Start Python with the toolchain; all ARGS are Python's, and its exit status is passed on."""
     with one_line_errors(debug=False):
-        from ..compiler.targets.npu.offline.run import run_python
+        from ..npu_tools.offline.run import run_python
 
         status = run_python(context.args)
     raise typer.Exit(status)

@@ -15,7 +15,7 @@ from rich.text import Text
 from .errors import one_line_errors
 
 if TYPE_CHECKING:
-    from ..selftest import Report
+    from ..npu_tools.selftest import Report
 
 NOT_RIGHT = 1
 
@@ -66,8 +66,8 @@ def selftest(
     Run pagoda npu doctor first. Exit status: 0, 1 when something is not right, 2 for a mistake or no NPU.
     """
     with one_line_errors(debug):
+        from ..npu_tools.selftest.comparisons import chosen
         from ..runtime.requests.checks import check_at_least
-        from ..selftest.comparisons import chosen
 
         chosen(comparison or [])  # raises for what it does not know
         check_at_least(
@@ -91,8 +91,8 @@ def selftest(
 
 def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, timeout: float, again: bool) -> Report:
     """Run the test, which writes both reports, and print what they say first."""
-    from ..selftest import run_selftest
-    from ..selftest.selftest import STAGES
+    from ..npu_tools.selftest import run_selftest
+    from ..npu_tools.selftest.selftest import STAGES
 
     progress = _Progress()
     # What is under way when somebody ends this process is tried again by the next run, as with Ctrl-C.
@@ -113,7 +113,7 @@ def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, ti
 
 def _shown(report: Report) -> list[Any]:
     from ..compiler.explain.terminal import section_tables
-    from ..selftest.page import sections
+    from ..npu_tools.selftest.page import sections
 
     return [part for section in sections(report.data, short=True) for part in section_tables(section)]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from torch_pagoda.compiler.verify.operator_check import (
+from torch_pagoda.npu_tools.selftest.operator_check import (
     LIMITS,
     Collected,
     Collector,

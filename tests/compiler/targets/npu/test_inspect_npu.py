@@ -28,9 +28,9 @@ from torch_pagoda.compiler.explain.npu_graph import GeReport, GeSchedule
 from torch_pagoda.compiler.explain.npu_sections import npu_sections
 from torch_pagoda.compiler.explain.schedule import SchedulePlan
 from torch_pagoda.compiler.options import CompileOptions
-from torch_pagoda.compiler.targets.npu.offline.run import OfflineCallError
-from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError
 from torch_pagoda.compiler.targets.npu.socs import chip
+from torch_pagoda.npu_tools.offline.run import OfflineCallError
+from torch_pagoda.npu_tools.offline.toolchain import ToolchainError
 from torch_pagoda.passes.graph.notes import GraphNotes
 from torch_pagoda.passes.graph.provenance import DecoderLayers
 from torch_pagoda.runtime.program import CacheSpec, is_cache_input

@@ -23,14 +23,14 @@ from torch_pagoda.compiler.targets.npu.ge import static_graph as module
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.static_decode import decode_inputs
 from torch_pagoda.compiler.targets.npu.ge.static_graph import NotStatic, StaticGraph, static_graph, why_not_static
-from torch_pagoda.compiler.targets.npu.offline import decode_graphs
-from torch_pagoda.compiler.targets.npu.offline.conversion import convert
-from torch_pagoda.compiler.targets.npu.offline.decode_graphs import (
+from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
+from torch_pagoda.npu_tools.offline import decode_graphs
+from torch_pagoda.npu_tools.offline.conversion import convert
+from torch_pagoda.npu_tools.offline.decode_graphs import (
     GraphCounts,
     counted_decode_graphs,
     static_decode_graph,
 )
-from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.schedule.schedule_super_kernels import schedule_super_kernels

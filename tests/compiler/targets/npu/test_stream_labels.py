@@ -13,8 +13,8 @@ from scheduled_models import assert_static_graphs_serve, scheduled
 import torch_pagoda as pagoda
 from torch_pagoda.compiler.targets.npu.ge import scheduled as scheduled_graph
 from torch_pagoda.compiler.targets.npu.ge.stream_labels import LABEL, label_branches
-from torch_pagoda.compiler.targets.npu.offline.conversion import convert
-from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
+from torch_pagoda.npu_tools.offline.conversion import convert
+from torch_pagoda.npu_tools.offline.decode_graphs import static_decode_graph
 
 from legal_models import build_legal_model
 

@@ -13,9 +13,9 @@ from torch import fx
 
 from torch_pagoda.compiler.targets.npu.ge.super_kernel_scopes import OPTIONS, mark_super_kernels, placed_super_kernels
 from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
-from torch_pagoda.compiler.targets.npu.offline.conversion import convert
-from torch_pagoda.compiler.targets.npu.offline.decode_graphs import static_decode_graph
-from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph, GeNode
+from torch_pagoda.npu_tools.offline.conversion import convert
+from torch_pagoda.npu_tools.offline.decode_graphs import static_decode_graph
+from torch_pagoda.npu_tools.offline.ge_graph import GeGraph, GeNode
 from torch_pagoda.passes.graph.custom_notes import clear_custom_notes
 from torch_pagoda.passes.graph.provenance import operator_name
 from torch_pagoda.passes.schedule.schedule_prefetch import note

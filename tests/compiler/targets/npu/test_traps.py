@@ -27,9 +27,9 @@ import torch
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
-from torch_pagoda.compiler.targets.npu.offline.conversion import ConversionError, convert
-from torch_pagoda.compiler.targets.npu.offline.ge_graph import GeGraph
-from torch_pagoda.compiler.targets.npu.offline.run import run_python
+from torch_pagoda.npu_tools.offline.conversion import ConversionError, convert
+from torch_pagoda.npu_tools.offline.ge_graph import GeGraph
+from torch_pagoda.npu_tools.offline.run import run_python
 
 from ge_graphs import ge_graph_of, traced
 

@@ -610,7 +610,7 @@ CONVERTED = {
 @pytest.mark.torchair
 @pytest.mark.parametrize("route", CONVERTED)
 def test_every_route_converts_without_copies(route):
-    from torch_pagoda.compiler.targets.npu.offline.conversion import convert
+    from torch_pagoda.npu_tools.offline.conversion import convert
 
     kwargs, names = CONVERTED[route]
     graph = LatentGraph(dtype=torch.bfloat16, target=NpuTarget(), **kwargs)

@@ -1,0 +1,139 @@
+"""Run Python with the offline Ascend toolchain: whole programs, or single functions that answer in JSON.
+
+``torch_npu`` and ``torchair`` can only be imported by a process whose loader knew of the stand-in libraries when it
+began, so every use of them from an ordinary process starts another.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...compiler.targets.npu.without_device import OFFLINE_TOOLCHAIN, is_offline
+from .toolchain import Toolchain, find_toolchain, set_up_toolchain
+
+_logger = logging.getLogger(__name__)
+
+
+class OfflineCallError(RuntimeError):
+    """A function that was called in a Python with the toolchain failed.
+
+    Attributes:
+        traceback: text of the traceback over there; "" when the process died.
+    """
+
+    def __init__(self, message: str, traceback: str = "") -> None:
+        super().__init__(message)
+        self.traceback = traceback
+
+
+def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables that start a Python which can import torch_npu and torchair.
+
+    Args:
+        toolchain: a complete toolchain.
+        base: variables to add to; nothing in it is lost but what would load the wrong thing.
+    """
+    variables = dict(base)
+    variables["LD_LIBRARY_PATH"] = _joined(toolchain.libraries, base.get("LD_LIBRARY_PATH"))
+    variables["PYTHONPATH"] = _joined(toolchain.packages, base.get("PYTHONPATH"))
+    # Without it `import torch` imports torch_npu, in the middle of its own import.
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # torch_npu refuses to load where torch sees a GPU.
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    variables["ASCEND_HOME_PATH"] = str(toolchain.cann / "home")
+    variables["ASCEND_OPP_PATH"] = str(toolchain.cann / "opp")
+    variables[OFFLINE_TOOLCHAIN] = str(toolchain.folder)
+    return variables
+
+
+def run_python(arguments: Sequence[str], toolchain: Toolchain | None = None) -> int:
+    """Run Python with ``arguments`` and the toolchain; its exit status, 128 + n if signal n ended it.
+
+    Args:
+        arguments: what follows ``python`` on a command line.
+        toolchain: the one to use; it is looked up, not built, by default.
+
+    Raises:
+        ToolchainError: there is none.
+    """
+    toolchain = toolchain or find_toolchain()
+    with subprocess.Popen([sys.executable, *arguments], env=environment(toolchain)) as process:
+        while True:
+            try:
+                status = process.wait()
+                return status if status >= 0 else 128 - status
+            except KeyboardInterrupt:  # the child got it too, and decides
+                continue
+
+
+def call_offline(function: str, /, **arguments: Any) -> Any:
+    """Call a function in a Python with the toolchain, which is set up if need be; what it returns.
+
+    In such a Python already, the function is called directly.
+
+    Args:
+        function: ``module:name``, importable there.
+        arguments: keyword arguments; like the result they travel as JSON, so tuples arrive as lists.
+
+    Raises:
+        ToolchainError: there is no toolchain.
+        OfflineCallError: the function raised, or its process died.
+        TypeError: an argument is not JSON.
+    """
+    request = json.dumps({"function": function, "arguments": arguments})
+    if is_offline():
+        return json.loads(json.dumps(_call(**json.loads(request))))
+    toolchain = set_up_toolchain()
+    with tempfile.TemporaryDirectory(prefix="pagoda_npu_") as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked.write_text(request, encoding="utf-8")
+        code = f"from {__name__} import _answer; _answer(*__import__('sys').argv[1:])"
+        command = [sys.executable, "-c", code, str(asked), str(answered)]
+        # What libraries print must not end up between the lines of a tool that prints results.
+        result = subprocess.run(command, env=environment(toolchain), stdout=subprocess.PIPE, text=True)
+        _logger.debug("%s printed: %s", function, result.stdout)
+        if not answered.exists():
+            raise OfflineCallError(f"{function} gave no answer: its process ended with {_status(result.returncode)}")
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    if "error" in answer:
+        _logger.debug("%s failed: %s", function, answer["traceback"])
+        raise OfflineCallError(answer["error"], answer["traceback"])
+    return answer["result"]
+
+
+def _answer(asked: str, answered: str) -> None:
+    """The other side of ``call_offline``."""
+    import torch_npu  # noqa: F401  before anything defines operators of its namespace, or the process aborts
+
+    try:
+        answer = {"result": _call(**json.loads(Path(asked).read_text(encoding="utf-8")))}
+        text = json.dumps(answer)
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        text = json.dumps({"error": told, "traceback": traceback.format_exc()})
+    Path(answered).write_text(text, encoding="utf-8")
+
+
+def _call(function: str, arguments: dict[str, Any]) -> Any:
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def _status(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+
+
+def _joined(folder: Path, others: str | None) -> str:
+    """A search path; an empty part would mean the working directory."""
+    return os.pathsep.join([str(folder), *filter(None, (others or "").split(os.pathsep))])

@@ -1,0 +1,246 @@
+"""The offline Ascend toolchain: torch-npu, with torchair inside, and stand-ins for CANN, in a folder of their own.
+
+An installed torch_npu breaks ``import torch`` on a machine without CANN, so nothing goes into the environment: the
+packages lie in a cache folder, and only a Python that is started with it (see ``offline``) sees them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+from ...runtime.private_folder import NotPrivate, cache_folder, check_private_folder, locked, make_private_folder
+from .stand_in import ToolchainError, build_stand_ins, find_tools
+from .wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
+
+__all__ = ["Toolchain", "ToolchainError", "find_toolchain", "locate_toolchain", "set_up_toolchain"]
+
+_logger = logging.getLogger(__name__)
+# Part of every folder's name: raise it when what is built into a folder changes.
+_RECIPE = 1
+_MANIFEST = "toolchain.json"
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The place of the toolchain of this Python and this torch; ``complete`` says whether it is there.
+
+    Attributes:
+        folder: its folder in the cache.
+        requirements: the wheels in it, torch-npu first.
+    """
+
+    folder: Path
+    requirements: tuple[Requirement, ...]
+
+    @property
+    def packages(self) -> Path:
+        """Folder with the Python packages torch_npu and google.protobuf."""
+        return self.folder / "packages"
+
+    @property
+    def libraries(self) -> Path:
+        """Folder with the stand-ins for CANN's shared libraries."""
+        return self.folder / "libraries"
+
+    @property
+    def cann(self) -> Path:
+        """An empty CANN installation. torch_npu prints a warning to stdout where it is told of none."""
+        return self.folder / "cann"
+
+    @property
+    def complete(self) -> bool:
+        return (self.folder / _MANIFEST).is_file() and (self.packages / "torch_npu" / "__init__.py").is_file()
+
+    @property
+    def tried(self) -> bool:
+        """Whether the tests convert with these wheels; the others are pinned by their checksums alone."""
+        release, machine = TRIED
+        wheel = TORCH_NPU[release].sha256[machine].values()
+        return any(r.name == "torch-npu" and r.sha256 in wheel for r in self.requirements)
+
+    def manifest(self) -> dict[str, Any]:
+        """A record of what was built: wheels, versions, names of the stand-ins, number of their symbols."""
+        content: dict[str, Any] = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
+        return content
+
+
+def locate_toolchain(torch_version: str | None = None, python_tag: str | None = None) -> Toolchain:
+    """The toolchain that fits this machine, this Python and the installed torch, whether it is there or not.
+
+    It lies in ``$TORCH_PAGODA_CACHE/npu`` (``~/.cache/torch_pagoda/npu``) under a name that holds the versions.
+
+    Args:
+        torch_version: version of torch, the installed one's by default; a local part (+cpu) chooses no other wheel.
+        python_tag: tag of the Python, like cp311; this one's by default.
+
+    Raises:
+        ToolchainError: there is no torch-npu wheel for them.
+    """
+    machine = _require_platform()
+    torch_version = torch_version or metadata.version("torch")
+    python_tag = python_tag or f"cp{sys.version_info.major}{sys.version_info.minor}"
+    release = torch_version.partition("+")[0]
+    if release not in TORCH_NPU:
+        raise ToolchainError(
+            f"torch {torch_version} has no torch-npu wheel that is known here; install torch "
+            f"{', '.join(sorted(TORCH_NPU)[:-1])} or {max(TORCH_NPU)} (of these, {TRIED[0]} is the one tested)"
+        )
+    version, checksums = TORCH_NPU[release].version, TORCH_NPU[release].sha256[machine]
+    if python_tag not in checksums or sys.implementation.name != "cpython":
+        raise ToolchainError(
+            f"torch-npu {version} has no wheel for {sys.implementation.name} {python_tag}; use CPython 3.11 to 3.14"
+        )
+    wanted = (Requirement("torch-npu", version, checksums[python_tag]), PROTOBUF[machine])
+    recipe = "\n".join((str(_RECIPE), torch_version, *map(str, wanted)))
+    digest = hashlib.sha256(recipe.encode()).hexdigest()[:10]
+    name = f"torch_npu-{version}-torch-{torch_version}-{python_tag}-{digest}"
+    return Toolchain(cache_folder() / "npu" / name, wanted)
+
+
+def find_toolchain() -> Toolchain:
+    """The toolchain, which must be there.
+
+    Raises:
+        ToolchainError: it is not, or others may have written to it, or there can be none here.
+    """
+    toolchain = locate_toolchain()
+    if not toolchain.complete:
+        raise ToolchainError(f"the offline Ascend toolchain is not in {toolchain.folder}; run: pagoda npu setup")
+    _check_private(toolchain)
+    return toolchain
+
+
+def set_up_toolchain(on_step: Callable[[str], None] = _logger.info, toolchain: Toolchain | None = None) -> Toolchain:
+    """Download the wheels, build the stand-ins and put both into the cache folder; do nothing if they are there.
+
+    Wheels are checked against pinned checksums. The folder is built beside its place and renamed, so nobody sees
+    half of it; of several processes that ask at once one builds and the others wait. Needs, the first time, a package
+    index (pip's own configuration applies), a C compiler and binutils; 44 MB are downloaded and 160 MB are kept.
+
+    Args:
+        on_step: called with a short text before each step; not called where nothing is to be done.
+        toolchain: what to set up and where; ``locate_toolchain()`` by default.
+
+    Raises:
+        ToolchainError: something is missing; the message says what, and the remedy.
+    """
+    toolchain = toolchain or locate_toolchain()
+    if toolchain.complete:
+        _check_private(toolchain)
+        return toolchain
+    find_tools()  # before the download: it is the cheaper thing to miss
+    # Looking for its module would switch off setuptools' distutils in this process, which Inductor needs.
+    if not any(metadata.distributions(name="pip")):
+        raise ToolchainError(f"pip is missing in {sys.executable}; run: {sys.executable} -m ensurepip")
+    try:
+        make_private_folder(toolchain.folder.parent)
+        lock = toolchain.folder.with_name(f".{toolchain.folder.name}.lock")
+        with locked(lock, lambda: on_step("waiting for another process that builds the toolchain")):
+            if not toolchain.complete:
+                _build(toolchain, on_step)
+    except NotPrivate as error:
+        raise ToolchainError(f"the offline Ascend toolchain cannot be kept: {error}") from error
+    except OSError as error:
+        raise ToolchainError(
+            f"cannot write the offline Ascend toolchain to {toolchain.folder}: {error}; set TORCH_PAGODA_CACHE to a "
+            "folder that can be written to"
+        ) from error
+    return toolchain
+
+
+def _check_private(toolchain: Toolchain) -> None:
+    """Raise ``ToolchainError`` if the libraries and packages that are about to be loaded may be somebody else's."""
+    for folder in (toolchain.folder.parent, toolchain.folder, toolchain.libraries, toolchain.packages):
+        try:
+            check_private_folder(folder)
+        except OSError as error:
+            raise ToolchainError(f"the offline Ascend toolchain is not used: {error}") from error
+
+
+def _require_platform() -> str:
+    """The architecture of this machine, if there are wheels for it."""
+    machine = platform.machine()
+    if sys.platform != "linux" or machine not in MACHINES:
+        raise ToolchainError(
+            f"the offline Ascend toolchain runs on Linux on {' or '.join(MACHINES)} only, and this is {sys.platform} "
+            f"on {machine}; use a container or a machine of that kind"
+        )
+    libc, version = platform.libc_ver()
+    if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 28):
+        raise ToolchainError(
+            f"torch-npu's wheels need glibc 2.28 or newer, and this is {libc or 'another C library'} {version}; "
+            "use a newer distribution"
+        )
+    return machine
+
+
+def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:
+    torch_folder = util.find_spec("torch")
+    assert torch_folder is not None and torch_folder.origin is not None
+    torch_libraries = sorted((Path(torch_folder.origin).parent / "lib").glob("*.so*"))
+    with tempfile.TemporaryDirectory(prefix=f".{toolchain.folder.name}.", dir=toolchain.folder.parent) as name:
+        unfinished = Toolchain(Path(name, "toolchain"), toolchain.requirements)
+        unfinished.folder.mkdir(mode=0o700)  # pip does not keep others from writing to what it unpacks
+        unfinished.libraries.mkdir(mode=0o700)
+        unfinished.packages.mkdir(mode=0o700)
+        # The folders that torch_npu looks for in a CANN installation; they may be empty.
+        for part in ("home/runtime", "home/compiler", "opp"):
+            (unfinished.cann / part).mkdir(parents=True)
+        on_step(f"downloading {' and '.join(f'{r.name} {r.version}' for r in toolchain.requirements)}")
+        _install(toolchain.requirements, unfinished.packages)
+        on_step("building stand-ins for the CANN libraries")
+        wheel = sorted((unfinished.packages / "torch_npu").rglob("*.so"))
+        names, symbols = build_stand_ins(wheel, torch_libraries, unfinished.libraries)
+        manifest = {
+            "wheels": [str(r) for r in toolchain.requirements],
+            "torch": metadata.version("torch"),
+            "python": platform.python_version(),
+            "stand_ins": names,
+            "symbols": len(symbols),
+        }
+        (unfinished.folder / _MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
+        if toolchain.folder.exists():  # damaged: a complete one would have been kept
+            shutil.rmtree(toolchain.folder)
+        os.rename(unfinished.folder, toolchain.folder)
+
+
+def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
+    """Unpack the pinned wheels into ``folder``. pip compares the checksums, whatever index it asks."""
+    listed = folder.with_name("requirements.txt")
+    listed.write_text("".join(f"{r}\n" for r in requirements), encoding="utf-8")
+    options = ["--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2", "--timeout", "30"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--require-hashes", "--no-deps"]
+    command += ["--only-binary", ":all:", "--target", str(folder), "--requirement", str(listed)]
+    # Settings with which --target is an error, or a no-op.
+    environment = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    listed.unlink()
+    if result.returncode == 0:
+        return
+    text = f"{result.stdout}\n{result.stderr}"
+    _logger.debug("pip: %s", text)
+    names = " and ".join(f"{r.name} {r.version}" for r in requirements)
+    if "HASH" in text:
+        raise ToolchainError(
+            f"the package index gave a wheel of {names} with another checksum than the pinned one; nothing was "
+            "installed. Use an index that serves PyPI's own files (pip config list shows which is asked)"
+        )
+    errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR:")]
+    reason = errors[-1] if errors else (text.strip().splitlines() or [f"exit status {result.returncode}"])[-1]
+    raise ToolchainError(
+        f"pip could not install {names}: {reason}. A package index must be reachable once (pip's settings apply, for "
+        f"instance PIP_INDEX_URL), or copy the folder {folder.parent.parent.parent} from a machine that has it"
+    )

@@ -1,0 +1,359 @@
+"""The calls of a lowered graph, one by one: what a device makes of each beside the operator's semantics on the CPU.
+
+The graph runs on the CPU, node by node, and each call is kept with what it was given and what it yielded. A device
+then gets the same inputs, so that the error of one operator does not become that of the next.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from ...compiler.targets.npu.weights import cast_to_nz
+from ...passes.graph.fx_nodes import value
+from ...passes.graph.provenance import scopes
+
+LIMITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-13, torch.float64: 2**-26}
+"""By how much a number may differ, relative to itself plus the root mean square of its row: two roundings of a number
+in half precision, sums in another order in the others."""
+_ROUNDED = (torch.int8, torch.uint8)
+"""Of these an entry may be the neighbouring integer; other integers are to be equal."""
+_CHOICES = ("topk", "npu_moe_gating_top_k_softmax")
+"""Operators that choose the largest entries of rows: of two that are alike they may take either."""
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class OperatorCall:
+    """A call of an operator with its inputs and what is right for them, all on the CPU.
+
+    Attributes:
+        target: the operator.
+        args, kwargs: as the call got them, weights shared with the graph and all else copied.
+        expected: result number → what it has to be, of the results that something reads.
+        written: argument → what the operator has to make of it.
+        step: kind of step, in words.
+        module: of the model, that the call belongs to; "" where none is known.
+        which: "first" or "last" of its kind in the graph.
+        turned: weights, among the arguments, that go to FRACTAL_NZ.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    expected: dict[int, Tensor]
+    written: dict[str, Tensor]
+    step: str
+    module: str = ""
+    which: str = "first"
+    turned: tuple[Tensor, ...] = ()
+
+    @property
+    def operator(self) -> str:
+        """Its name, such as "npu_linear"."""
+        return str(self.target).removesuffix(".default").removeprefix("npu.")
+
+    @property
+    def shapes(self) -> str:
+        """Sizes and dtypes of its tensors."""
+        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        return ", ".join(_shape(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+    @property
+    def name(self) -> str:
+        """The call in words, different for each that is kept."""
+        nz = ", FRACTAL_NZ" if self.turned else ""
+        return f"{self.operator}({self.shapes}{nz}), {self.step}, {self.which}"
+
+
+@dataclass
+class Difference:
+    """What a device's results differ by.
+
+    Attributes:
+        largest: the largest difference; infinite where something is no number.
+        of_limit: the same in multiples of what is tolerated; more than 1 is wrong.
+        beyond: share of the entries that differ by more than is tolerated.
+        where: result and index of that entry, in words; "" where nothing differs.
+        found, expected: the entry.
+        reason: why the result is wrong, "" when it is right.
+    """
+
+    largest: float = 0.0
+    of_limit: float = 0.0
+    beyond: float = 0.0
+    where: str = ""
+    found: float = 0.0
+    expected: float = 0.0
+    reason: str = ""
+
+
+@dataclass
+class Collected:
+    """The calls of a graph, in its order.
+
+    Attributes:
+        first, last: signature → the call that was met first, and the one met last, of all with that signature.
+        counts: signature → calls.
+    """
+
+    first: dict[Any, OperatorCall] = field(default_factory=dict)
+    last: dict[Any, OperatorCall] = field(default_factory=dict)
+    counts: dict[Any, int] = field(default_factory=dict)
+
+    def calls(self) -> Iterator[tuple[OperatorCall, int]]:
+        """Each kept call with the number of calls that it stands for."""
+        for signature, call in self.first.items():
+            yield call, self.counts[signature]
+            if (last := self.last.get(signature)) is not None:
+                yield last, self.counts[signature]
+
+
+class Collector(fx.Interpreter):
+    """Runs a module on the CPU and keeps its calls.
+
+    Args:
+        module: of a lowered graph.
+        into: where calls go; those with the signature of one that is there already count with it.
+        weights: tensors that calls need not copy.
+        step: kind of step, in words.
+    """
+
+    def __init__(self, module: fx.GraphModule, into: Collected, weights: Sequence[Tensor], step: str) -> None:
+        super().__init__(module)
+        self._into, self._step = into, step
+        self._weights = {id(weight) for weight in weights}
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node, and keep its call where it is an operator's that computes something."""
+        if n.op != "call_function" or not _computes(n):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        signature = (self._step, str(n.target), *map(_described, _leaves(n, args, kwargs)))
+        given_args, given_kwargs = pytree.tree_map_only(Tensor, self._kept, (tuple(args), dict(kwargs)))
+        yielded = n.target(*args, **kwargs)  # type: ignore[operator]
+        results = yielded if isinstance(yielded, tuple | list) else (yielded,)
+        call = OperatorCall(
+            target=n.target,
+            args=given_args,
+            kwargs=given_kwargs,
+            expected={i: on_device(results[i], "cpu") for i in _read(n, results) if isinstance(results[i], Tensor)},
+            written={name: on_device(tensor, "cpu") for name, tensor in _written(n.target, args, kwargs)},
+            step=self._step,
+            module=innermost_module(n),
+        )
+        into = self._into
+        into.counts[signature] = into.counts.get(signature, 0) + 1
+        if signature not in into.first:
+            into.first[signature] = call
+        else:
+            into.last[signature] = replace(call, which="last")
+        return yielded
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        return tensor if id(tensor) in self._weights else on_device(tensor, "cpu")
+
+
+def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """A copy with the same strides on a device."""
+    narrow = tensor.detach()
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            narrow = narrow.narrow(dim, 0, 1)
+    made = torch.empty_strided(narrow.shape, narrow.stride(), dtype=tensor.dtype, device=device)
+    return made.copy_(narrow).expand(tensor.shape)
+
+
+def run_call(
+    call: OperatorCall, device: torch.device, run: Callable[[Callable[[], Any]], Any]
+) -> tuple[Difference, float]:
+    """Call an operator on a device and compare.
+
+    Args:
+        call: it.
+        device: where tensors go.
+        run: calls a function on the device and returns when that has finished.
+
+    Returns:
+        what differs, and the least of a few times that a call took, in seconds, its launch included.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            turned = any(leaf is weight for weight in call.turned)
+            copied = on_device(leaf, device)
+            return cast_to_nz(copied) if turned else copied
+        return device if isinstance(leaf, torch.device) else leaf
+
+    with torch.inference_mode():
+        args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
+        yielded = run(lambda: call.target(*args, **kwargs))
+        results = yielded if isinstance(yielded, tuple | list) else (yielded,)
+        difference = Difference()
+        for i, expected in call.expected.items():
+            name = f"result {i}" if len(results) > 1 else "result"
+            _worse(difference, name, _chosen(call, i, results[i].cpu(), expected), expected)
+        for name, tensor in _written(call.target, args, kwargs):
+            _worse(difference, name, tensor.cpu(), call.written[name])
+        seconds = []
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            run(lambda: call.target(*args, **kwargs))
+            seconds.append(time.perf_counter() - began)
+    return difference, min(seconds)
+
+
+def difference_of(found: Tensor, expected: Tensor) -> Difference:
+    """What ``found`` differs from what is right by."""
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        reason = f"it is {_shape(found)} where {_shape(expected)} is right"
+        return Difference(math.inf, math.inf, 1.0, reason=reason)
+    if not found.numel():
+        return Difference()
+    exact = not (expected.is_floating_point() or expected.dtype in _ROUNDED)
+    a, b = found.double(), expected.double()
+    apart = (a - b).abs()
+    # What the CPU's kernels leave as NaN is undefined.
+    apart = torch.where((a == b) | b.isnan(), 0.0, apart).nan_to_num(nan=math.inf, posinf=math.inf)
+    if exact:
+        allowed = torch.full_like(b, 0.5)  # none
+    elif expected.dtype in _ROUNDED:
+        allowed = torch.ones_like(b)
+    else:
+        finite = b.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        rows = finite.square().mean(-1, keepdim=True).sqrt() if b.dim() else finite.abs()
+        allowed = LIMITS.get(expected.dtype, LIMITS[torch.bfloat16]) * (finite.abs() + rows) + 1e-30
+    ratio = apart / allowed
+    at = int(ratio.argmax())
+    worst = float(ratio.flatten()[at])
+    index = [int(i) for i in torch.unravel_index(torch.tensor(at), ratio.shape)]
+    made = Difference(
+        largest=float(apart.max()),
+        of_limit=worst,
+        beyond=float((ratio > 1).double().mean()),
+        where=str(index) if worst else "",
+        found=float(a.flatten()[at]),
+        expected=float(b.flatten()[at]),
+    )
+    if worst > 1:
+        many = f"{100 * made.beyond:.3g} % of the entries"
+        by = "is no number" if math.isinf(made.largest) else f"differs by {made.largest:.3g}"
+        made.reason = f"{by} at {index} ({made.found:.5g}, right is {made.expected:.5g}), {many} beyond the limit"
+    return made
+
+
+def _worse(so_far: Difference, name: str, found: Tensor, expected: Tensor) -> None:
+    """Take over what differs more than what was seen before."""
+    other = difference_of(found, expected)
+    so_far.largest = max(so_far.largest, other.largest)
+    if other.of_limit > so_far.of_limit:
+        reason = f"{name} {other.reason}" if other.reason else ""
+        vars(so_far).update({**vars(other), "largest": so_far.largest, "where": f"{name} {other.where}"})
+        so_far.reason = reason
+
+
+def _chosen(call: OperatorCall, result: int, found: Tensor, expected: Tensor) -> Tensor:
+    """Indices of chosen entries, those that are right in the place of others whose entries are equal."""
+    if found.is_floating_point() or found.shape != expected.shape:
+        return found
+    if str(call.target).startswith("npu.npu_lightning_indexer"):
+        return _chosen_keys(call, found, expected)
+    if not _is_choice(call.target):
+        return found
+    rows: Tensor = call.args[0]
+    if int(found.min()) < 0 or int(found.max()) >= rows.shape[-1]:
+        return found
+    if bool((found.long().sort(-1).values.diff(dim=-1) == 0).any()):
+        return found  # one entry twice
+    alike = rows.gather(-1, found.long()) == rows.gather(-1, expected.long())
+    return torch.where(alike, expected, found)
+
+
+def _chosen_keys(call: OperatorCall, found: Tensor, expected: Tensor) -> Tensor:
+    """Places of chosen keys, those that are right in the place of others whose keys score as high within rounding."""
+    ends, table, key = call.kwargs["actual_seq_lengths_query"], call.kwargs["block_table"].long(), call.args[1]
+    places, size = expected.shape[-1], key.shape[1]
+    if int(found.min()) < -1 or int(found.max()) >= table.shape[1] * size:
+        return found
+    sequences = torch.searchsorted(ends, torch.arange(len(found)), right=True).clamp(max=len(table) - 1)
+
+    def scores(chosen: Tensor) -> Tensor:
+        at = chosen.reshape(-1, places).long().clamp(min=0)
+        keys = key[table[sequences[:, None], at // size], at % size, 0].float()
+        heads = torch.relu(torch.einsum("thd,tkd->thk", call.args[0].float(), keys))
+        each = (heads * call.args[2].float()[:, :, None]).sum(1).view_as(chosen)
+        return each.masked_fill(chosen < 0, -torch.inf).sort(-1, descending=True).values
+
+    a, b = scores(found), scores(expected)
+    finite = b.where(b.isfinite(), 0.0)
+    near = (a - b).abs() <= LIMITS[torch.float32] * (finite.abs() + finite.abs().amax(-1, keepdim=True))
+    close = (near & b.isfinite()) | (a == b)  # where there is no key to choose, none is chosen
+    twice = ((found.sort(-1).values.diff(dim=-1) == 0) & (found.sort(-1).values[..., 1:] >= 0)).any(-1, keepdim=True)
+    return torch.where(close.all(-1, keepdim=True) & ~twice, expected, found)
+
+
+def _is_choice(target: Any) -> bool:
+    return str(target).split(".")[1] in _CHOICES
+
+
+def _computes(node: fx.Node) -> bool:
+    """True for an operator that yields or writes tensors of its own, and does not only look at others."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    writes = any(argument.is_write for argument in schema.arguments)
+    views = any(each.alias_info is not None for each in schema.returns) and not writes
+    yields = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value(node)))
+    return writes or (yields and not views)
+
+
+def _read(node: fx.Node, results: Sequence[Any]) -> list[int]:
+    """Numbers of the results that something reads; of others an operator may leave anything."""
+    if not isinstance(value(node), tuple | list):
+        return [0] if node.users and len(results) == 1 else []
+    return sorted({int(user.args[1]) for user in node.users if user.op == "call_function"})  # type: ignore[arg-type]
+
+
+def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a call writes to, by the names of its arguments."""
+    parameters = target._schema.arguments
+    given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
+    for parameter in parameters:
+        if parameter.is_write and isinstance(given.get(parameter.name), Tensor):
+            yield parameter.name, given[parameter.name]
+
+
+def _leaves(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """What a call is told apart by. Lists of lengths of sequences differ from step to step."""
+    lists = str(node.target).startswith("npu.")
+
+    def leaf(given: Any) -> Any:
+        return ("list", len(given)) if lists and isinstance(given, list) and given and _numbers(given) else given
+
+    shown = [leaf(given) for given in (*args, *kwargs.values())]
+    return pytree.tree_leaves(shown)
+
+
+def _numbers(given: list[Any]) -> bool:
+    return all(isinstance(each, int) for each in given)
+
+
+def _described(leaf: Any) -> Any:
+    return (leaf.dtype, tuple(leaf.shape), leaf.stride()) if isinstance(leaf, Tensor) else repr(leaf)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+
+
+def innermost_module(node: fx.Node) -> str:
+    """Path of the innermost module in the model, where the capture noted one."""
+    found = scopes(node)
+    return found[-1].path if found else ""

@@ -1,0 +1,160 @@
+"""The stage of operators: each call of the model's lowered graphs, at its real shapes, beside its CPU semantics."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...compiler import UnsupportedModel
+from ...compiler.capture.trace import Captured, capture
+from ...compiler.link.linker import link
+from ...compiler.options import CompileOptions
+from ...compiler.pipeline import run_pipeline
+from ...compiler.report import CompileReport, first_line
+from ...compiler.targets.npu.decode_steps import StepKinds
+from ...compiler.targets.npu.weights import plan_weights, prepare_weights
+from ...compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
+from ...passes import TracedGraph
+from ...passes.lower.npu.decode_attention import decode_graph_or_reason
+from ...runtime.npu_target import GRAPH_MODES, NpuTarget
+from .device import Device
+from .model import Asked, load, open_device
+from .numbers import plain
+from .operator_check import Collected, Collector, OperatorCall, run_call
+from .window_calls import plain_arguments, window_calls
+from .worker import Items, Progress
+
+__all__ = ["operator_items", "stage"]
+
+log = logging.getLogger(__name__)
+
+SCHEDULE = Schedule((290, 33, 150), (129, 20, 64), 128, decoded=3)
+"""Prompts that begin and go on with a chunk, of more and of less than a block, then decoded tokens."""
+
+
+def stage(**asked: Any) -> Items:
+    """The items of the stage; see ``Asked``."""
+    given = Asked(**asked)
+    return operator_items(load(given, torch.device("cpu")), open_device(given), given)
+
+
+def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Items:
+    """An item for each call that differs from others in operator, shapes or kind of step, and for attention around
+    each window of the model.
+
+    Args:
+        model: on the CPU.
+        device: that runs the calls.
+        asked: how the model is compiled.
+    """
+    captured = capture(model)
+    found = Collected()
+    kept: list[tuple[OperatorCall, int, bool]] = []
+    windows: set[tuple[str, tuple[tuple[str, int | float | str], ...]]] = set()
+    items: dict[str, Callable[[Progress], dict[str, Any]]] = {}
+    for mode in reversed(GRAPH_MODES):
+        into = Collected(counts={}, first=dict(found.first), last={})
+        try:
+            traced = _lowered(captured, asked, device.soc, mode)
+        except UnsupportedModel as error:
+            items[f"lowering for {mode}"] = partial(_refused, first_line(error))
+            continue
+        decode, reason = decode_graph_or_reason(traced)
+        if reason:
+            items[f"decode steps for {mode}"] = partial(_refused, reason)
+        for name, step, arguments in _steps(traced, model):
+            log.info("%s by the CPU's kernels: %s", name, mode)
+            given = arguments(step)
+            graph = traced if decode is None or not StepKinds(traced).is_decode(given) else decode
+            collector = Collector(graph.module, into, list(graph.constants.values()), name)
+            with torch.inference_mode():
+                collector.run(*given)
+        new = Collected(
+            first={s: call for s, call in into.first.items() if s not in found.first},
+            last={s: call for s, call in into.last.items() if s not in found.first},
+            counts=into.counts,
+        )
+        kept += [_with_nz(call, count, traced) for call, count in new.calls()]
+        found.first.update(into.first)
+        for call, count in window_calls(traced, decode):
+            if (alike := (call.name, plain_arguments(call.kwargs))) not in windows:
+                windows.add(alike)
+                kept.append((call, count, False))
+    for call, count, demanded in kept:
+        as_stored = dataclasses.replace(call, turned=())
+        variants = [call] if demanded or not call.turned else [as_stored, call]
+        for variant in variants:
+            name, number = variant.name, 2
+            while name in items:  # the same shapes, with other strides or numbers
+                name, number = f"{variant.name}, {number}", number + 1
+            items[name] = partial(_compare, variant, count, device)
+    return items
+
+
+def _refused(reason: str, progress: Progress) -> dict[str, Any]:
+    return {"wrong": reason}
+
+
+def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGraph:
+    """A graph that the model is lowered to, with the weights that it reads."""
+    captured.traced.npu = NpuTarget(soc, asked.block_size, mode)
+    options = CompileOptions(target="npu", codegen="none", verify="off", soc=soc, **asked.options)
+    traced = run_pipeline(captured, options, None, CompileReport("selftest"))
+    prepare_weights(traced, fractal_nz=False, release=False)
+    return traced
+
+
+def _steps(
+    traced: TracedGraph, model: torch.nn.Module
+) -> list[tuple[str, PlannedStep, Callable[[PlannedStep], list[Any]]]]:
+    """Kind, step and its arguments, in their order, of the steps that a graph is exercised by."""
+    program = link(traced, traced.module)
+    traced.recompile()
+    schedule = SCHEDULE.within(program.max_model_len or 1 << 30)
+    generator = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(0, program.vocab_size, (n,), generator=generator) for n in schedule.lengths]
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    reference = Reference(tokens, [torch.zeros(len(t), 1) for t in tokens], dtype, schedule, 0.0)
+
+    def arguments(step: PlannedStep) -> list[Any]:
+        return program.arguments(step.input_ids, step.position_ids, step.metadata)
+
+    return [(_kind(step), step, arguments) for step in planned_steps(program, reference)]
+
+
+def _kind(step: PlannedStep) -> str:
+    tokens, sequences = step.input_ids.shape[1], step.metadata.seq_lens.shape[0]
+    return f"decode of {sequences}" if tokens == sequences else f"{tokens} tokens of {sequences}"
+
+
+def _with_nz(call: OperatorCall, count: int, traced: TracedGraph) -> tuple[OperatorCall, int, bool]:
+    """The call with the weights that go to FRACTAL_NZ, and whether it takes them in that format only."""
+    leaves = {id(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))}
+    plans = [p for p in plan_weights(traced) if p.fractal_nz and id(traced.constants[p.name]) in leaves]
+    turned = tuple(traced.constants[plan.name] for plan in plans)
+    return dataclasses.replace(call, turned=turned), count, any(plan.demanded for plan in plans)
+
+
+def _compare(call: OperatorCall, count: int, device: Device, progress: Progress) -> dict[str, Any]:
+    """Run a call and say what differs, as JSON has it."""
+    difference, seconds = run_call(call, device.torch_device, device.run)
+    return {
+        "wrong": difference.reason,
+        "operator": call.operator,
+        "shapes": call.shapes,
+        "step": call.step,
+        "module": call.module,
+        "calls": count,
+        "fractal_nz": bool(call.turned),
+        "largest": plain(difference.largest),
+        "of_limit": plain(difference.of_limit),
+        "beyond": plain(difference.beyond),
+        "where": difference.where,
+        "microseconds": round(1e6 * seconds, 1),
+    }

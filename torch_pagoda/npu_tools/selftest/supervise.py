@@ -1,0 +1,212 @@
+"""The process that starts those of the stages, tells them what to run, and notices when they die or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import Any
+
+from .journal import CRASHED, FAILED, HUNG, NOT_RUN, RIGHT, WRONG, Journal, Outcome
+
+__all__ = ["PREPARE", "Stage", "run_stage"]
+
+PREPARE = "prepare"
+"""The item that stands for making a stage's items."""
+PREPARING = 1800.0
+"""Seconds that making a stage's items may take at least: a model is loaded, and run on the CPU."""
+_MOST_LOSSES = 5
+_MOST_BYTES = 64 * 2**20
+_SHOWN = 4096
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the test.
+
+    Attributes:
+        name: of it.
+        function: "module:function" that makes its items in the process of the stage, see ``worker.Items``.
+        arguments: of the function, as JSON has them.
+    """
+
+    name: str
+    function: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_stage(
+    stage: Stage, journal: Journal, seconds: float, show: Callable[[str, str], None] = lambda stage, item: None
+) -> list[Outcome]:
+    """Run the items of a stage that have no outcome yet, each after the other, whatever becomes of them.
+
+    Args:
+        stage: it.
+        journal: knows outcomes of an earlier run, and learns each new one.
+        seconds: without a word from an item, after which it counts as hung and its process is killed.
+        show: told what is under way.
+
+    Returns:
+        the outcomes, in the order of the items; first that of making them, where it is not right.
+    """
+    losses = 0
+    while True:
+        done, plan = journal.outcomes(stage.name), journal.plan(stage.name)
+        unprepared = [done[PREPARE]] if PREPARE in done and done[PREPARE].status != RIGHT else []
+        if unprepared or losses == _MOST_LOSSES or (plan is not None and done.keys() >= set(plan)):
+            break
+        losses += not _run_once(stage, journal, seconds, show)
+    reason = f"the process of this stage was lost {losses} times; look at pagoda npu doctor, then run again"
+    for item in plan or ():
+        if item not in done:
+            why = "the stage could not be prepared again" if unprepared else reason
+            journal.end(stage.name, Outcome(item, NOT_RUN, why))
+    done = journal.outcomes(stage.name)
+    return unprepared + [done[item] for item in plan or ()]
+
+
+def _run_once(stage: Stage, journal: Journal, seconds: float, show: Callable[[str, str], None]) -> bool:
+    """Start the process of a stage and run what is left; False if the process was lost before all was run."""
+    child = _Child()
+    item = PREPARE
+
+    def run(request: Mapping[str, Any], seconds: float) -> Outcome:
+        journal.note(stage.name, begin=item)
+        show(stage.name, item)
+        return child.run(item, request, seconds, lambda found: journal.note(stage.name, progress=item, found=found))
+
+    try:
+        outcome = run({"stage": stage.function, "arguments": dict(stage.arguments)}, max(seconds, PREPARING))
+        items, fatal = outcome.found.pop("items", []), outcome.found.pop("fatal", False)
+        journal.end(stage.name, outcome)
+        if outcome.status != RIGHT:
+            return False
+        journal.note(stage.name, plan=items)
+        for item in [each for each in items if each not in journal.outcomes(stage.name)]:
+            outcome = run({"run": item}, seconds)
+            fatal = outcome.found.pop("fatal", False)
+            journal.end(stage.name, outcome)
+            if fatal or outcome.status in (CRASHED, HUNG):
+                return False
+        return True
+    except KeyboardInterrupt:
+        journal.note(stage.name, interrupted=item)
+        raise
+    finally:
+        child.close()
+
+
+class _Child:
+    """The process of a stage."""
+
+    def __init__(self) -> None:
+        self._pipe, other = Pipe()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "torch_pagoda.npu_tools.selftest.worker", str(other.fileno())],
+            pass_fds=[other.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._printed,
+            stderr=self._printed,
+            start_new_session=True,  # Ctrl-C is for the process that decides what is noted
+        )
+        other.close()
+
+    def run(
+        self, item: str, request: Mapping[str, Any], seconds: float, noted: Callable[[dict[str, Any]], None]
+    ) -> Outcome:
+        """What becomes of an item.
+
+        Args:
+            item: its name.
+            request: what the process is told.
+            seconds: without a word, after which it counts as hung.
+            noted: takes what it says before it ends.
+        """
+        began = time.monotonic()
+        said: dict[str, Any] = {}
+
+        def ended(status: str, reason: str, found: Mapping[str, Any]) -> Outcome:
+            return Outcome(item, status, reason, round(time.monotonic() - began, 3), {**said, **found})
+
+        with contextlib.suppress(OSError):  # that the process is gone is noticed when it is to answer
+            self._pipe.send_bytes(json.dumps(request).encode())
+        while True:
+            match self._answer(seconds):
+                case {"progress": dict(found)}:
+                    said.update(found)
+                    noted(found)
+                case {"items": list()} as found:
+                    return ended(RIGHT, "", found)
+                case {"result": dict(found)}:
+                    wrong = str(found.pop("wrong", ""))
+                    said.pop("doing", None)
+                    return ended(WRONG if wrong else RIGHT, wrong, found)
+                case {"error": str(error), **found}:
+                    return ended(FAILED, error, found)
+                case {"lost": str(status), "reason": str(reason)}:
+                    return ended(status, reason, {})
+                case _:
+                    return ended(CRASHED, "its process said something that is no answer", {})
+
+    def _answer(self, seconds: float) -> Any:
+        """The next message of the process; where there is none, that it is lost, ``CRASHED`` or ``HUNG``."""
+        until = time.monotonic() + seconds
+        while True:
+            has_ended, left = self._process.poll() is not None, until - time.monotonic()
+            if self._pipe.poll(max(0.0, min(left, 1.0))):
+                break
+            if has_ended:  # a process that it forked may still hold the pipe
+                return {"lost": CRASHED, "reason": self._end()}
+            if left <= 0:
+                self._kill()
+                reason = f"nothing was heard of it for {seconds:g} s; its process was killed"
+                return {"lost": HUNG, "reason": f"{reason}; raise --timeout where it only takes long"}
+        try:
+            return json.loads(self._pipe.recv_bytes(_MOST_BYTES))
+        except (EOFError, OSError):  # the latter for messages beyond that limit, too
+            return {"lost": CRASHED, "reason": self._end()}
+        except ValueError:
+            return None
+
+    def close(self) -> None:
+        """End the process."""
+        self._pipe.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)
+        self._kill()
+        self._printed.close()
+
+    def _kill(self) -> None:
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it; nothing can be done then
+            self._process.wait(10)
+
+    def _end(self) -> str:
+        """How the process ended, and the last that it wrote."""
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return "its process closed its end of the pipe and did not end"
+        how = f"its process ended with status {code}" if code >= 0 else f"its process died of {_signal(-code)}"
+        self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _SHOWN))
+        lines = self._printed.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f"{how}; the last that it wrote: {last[:500]}" if last else how
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
