@@ -14,7 +14,7 @@ from ...passes import NotFinite, TracedGraph, UnsupportedModel
 from ...passes.graph.fx_nodes import value
 from ...runtime.cache.cache_specs import has_state, num_token_groups
 from ...runtime.cache.kv_cache import allocate_kv_cache
-from ...runtime.engine.device_errors import raise_if_lost
+from ...runtime.npu_errors.device_lost import raise_if_lost
 from ...runtime.phases import phase
 from ...runtime.program import CacheSpec, Program, StateSpec
 from ...runtime.step_metadata import StepMetadata

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeVar
 
+from ..npu_errors.device_lost import DeviceLost, lost_reason
 from ..profiling.profile import Profile
 from ..requests.outputs import RequestOutput, StreamPiece
-from .device_errors import DeviceLost, lost_reason
 from .pieces import end_undecodable, new_pieces
 from .state import EngineState
 from .step_runner import StepRunner

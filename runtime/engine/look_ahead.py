@@ -25,13 +25,13 @@ from ..autocast import without_autocast
 from ..batching import Schedule, ScheduledRequest
 from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
+from ..npu_errors.device_lost import raise_if_lost
+from ..npu_errors.remedies import explain
 from ..profiling.profile import MODEL, PACK, SAMPLE, SCHEDULE
 from ..requests.request import Request, RequestStatus
 from ..sampling.sampler import Sampler
 from . import synchronous_steps
-from .device_errors import raise_if_lost
 from .device_queue import DeviceQueue, HostCopy
-from .device_remedies import explain
 from .state import EngineState
 from .step_computer import UNUSABLE_LOGITS
 from .step_output import SampledToken, SampleTask, StepOutput

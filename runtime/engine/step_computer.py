@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ..autocast import without_autocast
 from ..batching import ScheduledRequest
+from ..npu_errors.device_lost import raise_if_lost
+from ..npu_errors.remedies import explained_errors
 from ..profiling.profile import MODEL, PACK, SAMPLE
 from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
 from ..structured.state import CANNOT_GO_ON, GrammarState
-from .device_errors import raise_if_lost
-from .device_remedies import explained_errors
 from .state import EngineState
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line

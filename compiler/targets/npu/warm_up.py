@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ....runtime.cache.cache_specs import has_state
-from ....runtime.engine.device_errors import raise_if_lost
+from ....runtime.npu_errors.device_lost import raise_if_lost
 from ....runtime.phases import note, phase
 from ....runtime.program import CacheSpec, StateSpec
 from ....runtime.step_metadata import StepMetadata

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from queued_device import QueuedProgram
 
-from torch_pagoda.runtime.engine.device_errors import DeviceLost, lost_reason, raise_if_lost
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_errors.device_lost import DeviceLost, lost_reason, raise_if_lost
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

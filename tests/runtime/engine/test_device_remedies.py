@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from torch_pagoda.runtime.engine import device_error_table, device_remedies
-from torch_pagoda.runtime.engine.device_error_table import REMEDIES
-from torch_pagoda.runtime.engine.device_errors import DeviceLost, lost_reason
-from torch_pagoda.runtime.engine.device_remedies import DeviceError, explain, explained_errors
+from torch_pagoda.runtime.npu_errors import error_table as device_error_table
+from torch_pagoda.runtime.npu_errors import remedies as device_remedies
+from torch_pagoda.runtime.npu_errors.device_lost import DeviceLost, lost_reason
+from torch_pagoda.runtime.npu_errors.error_table import REMEDIES
+from torch_pagoda.runtime.npu_errors.remedies import DeviceError, explain, explained_errors
 
 # As torch_npu and CANN write them.
 OUT_OF_MEMORY = (

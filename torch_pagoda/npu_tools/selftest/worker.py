@@ -59,8 +59,8 @@ def main() -> None:
 def _failure(error: Exception) -> dict[str, Any]:
     """An error in words, with its remedy where one is known; "fatal" where the process cannot go on with the
     device."""
-    from ...runtime.engine.device_errors import lost_reason
-    from ...runtime.engine.device_remedies import DeviceError, explain
+    from ...runtime.npu_errors.device_lost import lost_reason
+    from ...runtime.npu_errors.remedies import DeviceError, explain
 
     lost = lost_reason(error)
     explained = explain(error)

@@ -33,8 +33,8 @@ from torch._guards import TracingContext, tracing
 from .....passes import TracedGraph
 from .....passes.graph.fx_nodes import step_field
 from .....runtime.cache.cache_specs import has_state
-from .....runtime.engine.device_errors import raise_if_lost
 from .....runtime.engine.device_queue import sent
+from .....runtime.npu_errors.device_lost import raise_if_lost
 from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
 from ....report import first_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .....runtime.engine.device_errors import raise_if_lost
+from .....runtime.npu_errors.device_lost import raise_if_lost
 from ....report import first_line
 from ..route import Run
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torch_pagoda.compiler.targets.npu.ge.first_runs import FirstRuns
-from torch_pagoda.runtime.engine.device_errors import DeviceLost
+from torch_pagoda.runtime.npu_errors.device_lost import DeviceLost
 
 
 class Graphs:

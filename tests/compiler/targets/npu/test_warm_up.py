@@ -29,8 +29,8 @@ from torch_pagoda.compiler.targets.npu.warm_up_steps import (
 from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.tolerance import Tolerance
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.runtime.engine.device_errors import DeviceLost
 from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.npu_errors.device_lost import DeviceLost
 from torch_pagoda.runtime.phases import watched
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

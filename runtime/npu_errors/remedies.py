@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .device_error_table import OUT_OF_MEMORY, REMEDIES, Remedy
-from .device_errors import lost_reason, reported_codes
+from .device_lost import lost_reason, reported_codes
+from .error_table import OUT_OF_MEMORY, REMEDIES, Remedy
 
 __all__ = ["DeviceError", "explain", "explained_errors"]
 

@@ -1,0 +1,1 @@
+"""Errors of an Ascend device: which ones end it, what they mean, what to do."""
