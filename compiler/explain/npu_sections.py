@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...rendering.section import Section
 from .findings import Findings, LayerSummary
 from .npu import HALF, Estimate, NpuReport
 from .schedule import SchedulePlan
-from .section import Section
 from .wording import counted_names, duration, in_runs, quantity, size
 
 _UNKNOWN = "unknown"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
+from ...rendering.document import document, section_html
 from .drawing import LayerGraph
 from .figures import figures
 from .findings import Findings
-from .html import document, section_html
 from .model_sections import heading, sections
 from .svg import KINDS, svg
 

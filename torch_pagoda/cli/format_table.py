@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..checkpoint.format_bytes import FormatBytes
-    from ..compiler.explain.fitted_table import FittedTable
+    from ..rendering.fitted_table import FittedTable
 
 _MIB = 2**20
 
 
 def format_table(formats: Sequence[FormatBytes]) -> FittedTable:
     """A row for each format of a run of layers that are alike; sizes are of one such layer."""
-    from ..compiler.explain.fitted_table import FittedTable  # imports torch
+    from ..rendering.fitted_table import FittedTable  # imports torch
 
     table = FittedTable(box=None, padding=(0, 2, 0, 0))
     for name in ("layers", "format", "served"):

@@ -224,7 +224,7 @@ def _culprit(report: CompileReport) -> tuple[str, str]:
 
 def _checks(report: CompileReport) -> Table:
     """A row for every pass: its matches and the error after it."""
-    from ..compiler.explain.fitted_table import FittedTable
+    from ..rendering.fitted_table import FittedTable
 
     table = FittedTable(box=None, padding=(0, 2, 0, 0))
     table.add_column("pass")

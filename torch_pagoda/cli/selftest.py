@@ -112,8 +112,8 @@ def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, ti
 
 
 def _shown(report: Report) -> list[Any]:
-    from ..compiler.explain.terminal import section_tables
     from ..npu_tools.selftest.page import sections
+    from ..rendering.terminal import section_tables
 
     return [part for section in sections(report.data, short=True) for part in section_tables(section)]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from ...compiler.explain.html import document, section_html
-from ...compiler.explain.section import Cell, Section, Styled
+from ...rendering.document import document, section_html
+from ...rendering.section import Cell, Section, Styled
 from .journal import NOT_RUN, RIGHT
 from .numbers import number
 

@@ -9,9 +9,9 @@ import pytest
 from rich import box
 from rich.console import Console
 
-from torch_pagoda.compiler.explain.fitted_table import FittedTable, fit
-from torch_pagoda.compiler.explain.section import Section
-from torch_pagoda.compiler.explain.terminal import section_tables
+from torch_pagoda.rendering.fitted_table import FittedTable, fit
+from torch_pagoda.rendering.section import Section
+from torch_pagoda.rendering.terminal import section_tables
 
 COLUMNS = ("pass`!", "level#", "matches#", "expected#", "near misses#", "ms#", "")
 ROWS = (

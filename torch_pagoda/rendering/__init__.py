@@ -1,0 +1,1 @@
+"""Tables and HTML files that reports are made of."""
