@@ -72,14 +72,14 @@ def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
 
     from torch_pagoda.compiler.capture.aten import to_aten
     from torch_pagoda.compiler.capture.trace import capture
-    from torch_pagoda.compiler.explain.expected import expected_matches
-    from torch_pagoda.compiler.explain.recognition import recognition
     from torch_pagoda.compiler.options import CompileOptions
     from torch_pagoda.compiler.pipeline import run_pipeline
     from torch_pagoda.compiler.report import CompileReport
     from torch_pagoda.compiler.verify.self_check import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work
+    from torch_pagoda.reports.expected import expected_matches
+    from torch_pagoda.reports.recognition import recognition
     from torch_pagoda.runtime.npu_target import NpuTarget
 
     row = NpuRow(name)

@@ -22,7 +22,7 @@ from .capture.recurrent_modules import check_recurrent_modules
 from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
-from .estimates.schedules import annotate_schedules
+from .costs.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
 from .pipeline import run_pipeline

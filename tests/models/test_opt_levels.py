@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.explain import explain
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
 from torch_pagoda.passes import PASSES
+from torch_pagoda.reports import explain
 
 from tiny_models import build_tiny_model
 

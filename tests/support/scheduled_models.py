@@ -12,9 +12,9 @@ import torch
 from lowered_models import assert_same, lowered, served
 
 import torch_pagoda as pagoda
-from torch_pagoda.compiler.estimates.launch_costs import launch_costs
-from torch_pagoda.compiler.estimates.schedules import l2_cache
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.launch_costs import launch_costs
+from torch_pagoda.compiler.costs.schedules import l2_cache
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.ge import scheduled as ge_scheduled
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs

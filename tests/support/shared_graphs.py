@@ -183,7 +183,7 @@ def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
 def share_graphs(patch: pytest.MonkeyPatch, on_disk: GraphsOnDisk | None = None) -> None:
     """Let the compiler take shared graphs until the patch is undone; with captured ones that are kept on a disk."""
     patch.setattr(sys.modules[__name__], "_on_disk", on_disk)
-    explain = import_module("torch_pagoda.compiler.explain.explain")  # hidden by the function of that name
+    explain = import_module("torch_pagoda.reports.explain")  # hidden by the function of that name
     patch.setattr(build, "capture", capture)
     patch.setattr(pipeline, "run_passes", run_passes)
     patch.setattr(pipeline, "to_aten", to_aten)

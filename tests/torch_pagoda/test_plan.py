@@ -13,8 +13,8 @@ from rich.console import Console
 
 from torch_pagoda.cli.profile_table import profile_table
 from torch_pagoda.compiler import UnsupportedModel
-from torch_pagoda.compiler.estimates import requirements as requirements_module
-from torch_pagoda.compiler.estimates.requirements import Requirements, requirements
+from torch_pagoda.compiler.costs import requirements as requirements_module
+from torch_pagoda.compiler.costs.requirements import Requirements, requirements
 from torch_pagoda.runtime.engine.engine_options import DEFAULT_BLOCK_SIZE
 from torch_pagoda.runtime.profiling.profiler import Profiler
 from torch_pagoda.runtime.requests.outputs import RequestMetrics

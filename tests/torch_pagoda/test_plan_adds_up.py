@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from torch_pagoda.cli.memory_table import apportioned, block_line, memory_table
-from torch_pagoda.runtime.planning.memory_plan import MemoryPlan, plan_memory
+from torch_pagoda.reports.memory_plan import MemoryPlan, plan_memory
 from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 sizes = st.integers(0, 2**34)

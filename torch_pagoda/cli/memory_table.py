@@ -12,7 +12,7 @@ from rich.table import Table
 from .number_table import number_table
 
 if TYPE_CHECKING:
-    from ..runtime.planning.memory_plan import MemoryPlan
+    from ..reports.memory_plan import MemoryPlan
 
 GIB, GB = 2**30, 10**9
 

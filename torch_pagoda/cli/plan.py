@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import torch
 
     from ..checkpoint.format_bytes import FormatBytes
-    from ..compiler.estimates.requirements import Requirements
-    from ..runtime.planning.block_size_plan import BlockSizePlan
-    from ..runtime.planning.memory_plan import MemoryPlan
+    from ..compiler.costs.requirements import Requirements
+    from ..reports.block_size_plan import BlockSizePlan
+    from ..reports.memory_plan import MemoryPlan
 
 DOES_NOT_FIT = 1
 
@@ -69,12 +69,12 @@ def plan(
         # Imported here, so that --help answers at once.
         from ..checkpoint.format_bytes import served_change
         from ..checkpoint.loading import resolve_dtype, without_quantization
-        from ..compiler.estimates.requirements import requirements
+        from ..compiler.costs.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
+        from ..reports.memory_plan import plan_memory
         from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory
         from ..runtime.engine.engine_options import EngineOptions, parse_memory
-        from ..runtime.planning.memory_plan import plan_memory
 
         limits = EngineOptions(
             block_size=block_size,
@@ -157,7 +157,7 @@ def _default_block_size(target: str) -> int:
 
 def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: bool) -> BlockSizePlan | None:
     """Block sizes compared for the expected lengths; None where nothing is said about them."""
-    from ..runtime.planning.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
+    from ..reports.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
 
     if mean is None:
         return None

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..checkpoint.format_bytes import FormatBytes
-    from ..compiler.estimates.skeleton import Skeleton
+    from ..compiler.costs.skeleton import Skeleton
     from ..compiler.report import CompileReport
 
 CULPRIT_FOUND = 1
@@ -85,7 +85,7 @@ def inspect(
     """
     _log(own.verbose)
     with one_line_errors(own.debug):
-        from ..compiler.explain import explain
+        from ..reports import explain
 
         with show_phases(model):
             module = _load_or_build(model, load, choices["target"])
@@ -163,7 +163,7 @@ def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrain
 
     from ..checkpoint.loading import load_config, resolve_dtype
     from ..checkpoint.quantized import check_float
-    from ..compiler.estimates.skeleton import build_skeleton
+    from ..compiler.costs.skeleton import build_skeleton
 
     name, config = load_config(model, trust_remote_code=False)
     check_float(config, name, "a model without weights")
@@ -176,7 +176,7 @@ def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatByte
     from ..checkpoint.gguf.checkpoint import open_gguf
     from ..checkpoint.gguf.container import is_gguf
     from ..compiler.capture.stored_parameters import has_stored_parameters, latent_attention_weights
-    from ..compiler.estimates.skeleton import Skeleton
+    from ..compiler.costs.skeleton import Skeleton
 
     if isinstance(module, Skeleton) or not has_stored_parameters(module):
         return []

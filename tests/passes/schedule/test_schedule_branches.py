@@ -8,8 +8,8 @@ import pytest
 from lowered_models import lowered
 from torch import fx
 
-from torch_pagoda.compiler.estimates.launch_costs import launch_costs, why_not_planned
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.launch_costs import launch_costs, why_not_planned
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.provenance import operator_name

@@ -10,9 +10,9 @@ import torch
 from scheduled_models import SLOW, prefetched, scheduled
 from torch import fx
 
-from torch_pagoda.compiler.estimates.launch_costs import launch_costs
-from torch_pagoda.compiler.estimates.schedules import l2_cache, why_not_fetched
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.launch_costs import launch_costs
+from torch_pagoda.compiler.costs.schedules import l2_cache, why_not_fetched
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name

@@ -11,9 +11,9 @@ import torch
 from scheduled_models import KNOWN, fused, scheduled
 from torch import fx
 
-from torch_pagoda.compiler.estimates.launch_costs import launch_costs
-from torch_pagoda.compiler.estimates.schedules import why_no_super_kernels
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.launch_costs import launch_costs
+from torch_pagoda.compiler.costs.schedules import why_no_super_kernels
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION, schedule_branches

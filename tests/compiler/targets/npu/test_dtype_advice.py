@@ -10,14 +10,14 @@ from lowered_models import assert_same, served
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.explain import explain
-from torch_pagoda.compiler.explain.model_sections import heading
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.compiler.targets.npu.dtype_advice import dtype_advice
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes.graph.record import Route
+from torch_pagoda.reports import explain
+from torch_pagoda.reports.model_sections import heading
 from torch_pagoda.runtime.npu_target import NpuTarget, Product
 
 from legal_models import build_legal_model

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torch_pagoda.compiler.explain import explain, npu_graph
-from torch_pagoda.compiler.explain.npu import NpuReport
-from torch_pagoda.compiler.explain.npu_graph import GeReport
-from torch_pagoda.compiler.explain.npu_sections import npu_sections
 from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.reports import explain, npu_graph
+from torch_pagoda.reports.npu import NpuReport
+from torch_pagoda.reports.npu_graph import GeReport
+from torch_pagoda.reports.npu_sections import npu_sections
 
 from legal_models import build_legal_model
 

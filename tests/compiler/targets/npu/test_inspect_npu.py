@@ -19,20 +19,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda import cli
-from torch_pagoda.compiler.estimates.flops import flops, keys_seen
-from torch_pagoda.compiler.estimates.skeleton import build_skeleton
-from torch_pagoda.compiler.estimates.traffic import Moved, Step, moved
-from torch_pagoda.compiler.explain import Explanation, explain, npu_graph
-from torch_pagoda.compiler.explain.npu import Estimate, NpuReport, estimates
-from torch_pagoda.compiler.explain.npu_graph import GeReport, GeSchedule
-from torch_pagoda.compiler.explain.npu_sections import npu_sections
-from torch_pagoda.compiler.explain.schedule import SchedulePlan
+from torch_pagoda.compiler.costs.flops import flops, keys_seen
+from torch_pagoda.compiler.costs.skeleton import build_skeleton
+from torch_pagoda.compiler.costs.traffic import Moved, Step, moved
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.npu_tools.offline.run import OfflineCallError
 from torch_pagoda.npu_tools.offline.toolchain import ToolchainError
 from torch_pagoda.passes.graph.notes import GraphNotes
 from torch_pagoda.passes.graph.provenance import DecoderLayers
+from torch_pagoda.reports import Explanation, explain, npu_graph
+from torch_pagoda.reports.npu import Estimate, NpuReport, estimates
+from torch_pagoda.reports.npu_graph import GeReport, GeSchedule
+from torch_pagoda.reports.npu_sections import npu_sections
+from torch_pagoda.reports.schedule import SchedulePlan
 from torch_pagoda.runtime.program import CacheSpec, is_cache_input
 
 from legal_models import build_legal_model

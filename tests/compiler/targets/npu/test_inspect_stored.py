@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.capture.trace import capture
-from torch_pagoda.compiler.estimates.skeleton import Skeleton, build_skeleton
-from torch_pagoda.compiler.explain import explain, npu_graph
-from torch_pagoda.compiler.explain.npu_sections import npu_sections
-from torch_pagoda.compiler.explain.stored_formats import marks_of_layers, store_as, stored_formats
+from torch_pagoda.compiler.costs.skeleton import Skeleton, build_skeleton
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
+from torch_pagoda.reports import explain, npu_graph
+from torch_pagoda.reports.npu_sections import npu_sections
+from torch_pagoda.reports.stored_formats import marks_of_layers, store_as, stored_formats
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
 
 from legal_models import build_legal_model

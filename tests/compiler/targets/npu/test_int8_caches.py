@@ -9,13 +9,13 @@ from npu_calls import illegal_calls
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.estimates.traffic import Step, moved
-from torch_pagoda.compiler.explain.npu import computed_in
+from torch_pagoda.compiler.costs.traffic import Step, moved
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.cpu.kernels import call_kernels
 from torch_pagoda.npu_tools.offline.conversion import convert
 from torch_pagoda.passes.graph.fx_nodes import value
+from torch_pagoda.reports.npu import computed_in
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.program import is_cache_input
 

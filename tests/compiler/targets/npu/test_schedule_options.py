@@ -10,8 +10,8 @@ import pytest
 import torch
 from lowered_models import lowered
 
-from torch_pagoda.compiler.estimates import schedules
-from torch_pagoda.compiler.estimates.schedules import annotate_schedules, l2_cache
+from torch_pagoda.compiler.costs import schedules
+from torch_pagoda.compiler.costs.schedules import annotate_schedules, l2_cache
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu import schedule_options

@@ -13,7 +13,7 @@ from placed_schedules import dependency_fetch_begins, why_misplaced
 from scheduled_models import SLOW, assert_an_engine_places, assert_static_graphs_serve, prefetched, scheduled
 from torch import fx
 
-from torch_pagoda.compiler.estimates import schedules
+from torch_pagoda.compiler.costs import schedules
 from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_weights
 from torch_pagoda.compiler.targets.npu.graph_launches import graph_launches, is_fetch
 from torch_pagoda.compiler.targets.npu.prefetches import placed_fetches

@@ -8,14 +8,14 @@ from aten_graphs import aten_of_module, aten_of_tiny_model
 from torch import nn
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.estimates.flops import flops
-from torch_pagoda.compiler.estimates.traffic import Step
-from torch_pagoda.compiler.explain.expected import expected_matches
+from torch_pagoda.compiler.costs.flops import flops
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.cpu.batch_invariant import make_batch_invariant
 from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.reports.expected import expected_matches
 from torch_pagoda.runtime.ops.invariant_linear import invariant_linear
 from torch_pagoda.runtime.ops.native import load_kernels
 

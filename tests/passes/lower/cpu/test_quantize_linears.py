@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.estimates.traffic import Step, moved
+from torch_pagoda.compiler.costs.traffic import Step, moved
 from torch_pagoda.passes.graph.fx_nodes import argument, callee
 from torch_pagoda.passes.lower.cpu.pack_linears import pack_linears
 from torch_pagoda.passes.lower.cpu.quantize_linears import quantize_linears

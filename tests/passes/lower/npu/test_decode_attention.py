@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from torch_pagoda.compiler.estimates.flops import flops
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.flops import flops
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import shape

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...passes import PassRecord
-from ...passes.graph.fx_nodes import module_path
-from ...passes.graph.provenance import DecoderLayers, scopes
-from ...runtime.ops import OPERATORS
+from ..passes import PassRecord
+from ..passes.graph.fx_nodes import module_path
+from ..passes.graph.provenance import DecoderLayers, scopes
+from ..runtime.ops import OPERATORS
 from .expected import KINDS, Expected
 from .regions import UNSAID, said_about
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...passes.graph.fx_nodes import callee, is_tensor, shape
-from ...passes.graph.provenance import DecoderLayers, Scope, decoder_layers, frames, launches_work, scopes
+from ..passes.graph.fx_nodes import callee, is_tensor, shape
+from ..passes.graph.provenance import DecoderLayers, Scope, decoder_layers, frames, launches_work, scopes
 
 KINDS = ("attention", "norm", "rope", "gated_mlp", "activation", "moe")
 

@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...rendering.terminal import section_tables, styled_text
+from ..rendering.terminal import section_tables, styled_text
 from .findings import Findings
 from .model_sections import heading, sections
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..cache.cache_specs import AnySpec, bytes_per_block, bytes_per_slot, token_specs
-from ..cache.pool_plan import PoolPlan, plan_pools
-from ..cache.state_pool import slots_that_fit
-from ..requests.checks import check_at_least
+from ..runtime.cache.cache_specs import AnySpec, bytes_per_block, bytes_per_slot, token_specs
+from ..runtime.cache.pool_plan import PoolPlan, plan_pools
+from ..runtime.cache.state_pool import slots_that_fit
+from ..runtime.requests.checks import check_at_least
 
 SHORTEST_LISTED = 512
 """``MemoryPlan.limits`` begins at so many tokens, and doubles up to ``max_model_len``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ...rendering.section import Cell, Section, Styled
+from ..rendering.section import Cell, Section, Styled
 from .findings import Findings, groups_of_layers
 from .npu_sections import npu_sections
 from .regions import Leftover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ...rendering.section import Section
+from ..rendering.section import Section
 from .findings import Findings, LayerSummary
 from .npu import HALF, Estimate, NpuReport
 from .schedule import SchedulePlan

@@ -7,16 +7,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from torch_pagoda.compiler.estimates.traffic import Moved, Step, Traffic
-from torch_pagoda.compiler.explain.charts import Bar, Point, bars, roofline
-from torch_pagoda.compiler.explain.drop_in import CAPTURED_WHOLE
-from torch_pagoda.compiler.explain.explanation import Explanation
-from torch_pagoda.compiler.explain.figures import figures
-from torch_pagoda.compiler.explain.findings import LayerSummary, TargetGraph
-from torch_pagoda.compiler.explain.npu import Estimate, NpuReport
-from torch_pagoda.compiler.explain.npu_graph import GeReport
-from torch_pagoda.compiler.explain.page import page
+from torch_pagoda.compiler.costs.traffic import Moved, Step, Traffic
 from torch_pagoda.compiler.targets.npu.socs import chip
+from torch_pagoda.reports.charts import Bar, Point, bars, roofline
+from torch_pagoda.reports.drop_in import CAPTURED_WHOLE
+from torch_pagoda.reports.explanation import Explanation
+from torch_pagoda.reports.figures import figures
+from torch_pagoda.reports.findings import LayerSummary, TargetGraph
+from torch_pagoda.reports.npu import Estimate, NpuReport
+from torch_pagoda.reports.npu_graph import GeReport
+from torch_pagoda.reports.page import page
 
 
 def explanation(soc: str = "Ascend910B3") -> Explanation:

@@ -11,11 +11,11 @@ import torch
 
 import torch_pagoda
 from torch_pagoda.compiler import options
-from torch_pagoda.compiler.explain import Explanation, explain
-from torch_pagoda.compiler.explain.drop_in import observe
-from torch_pagoda.compiler.explain.explain import cache_copies
 from torch_pagoda.passes import PASSES, Pass, PassRecord, Rejection
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+from torch_pagoda.reports import Explanation, explain
+from torch_pagoda.reports.drop_in import observe
+from torch_pagoda.reports.explain import cache_copies
 
 from tiny_models import build_tiny_model
 from toy_lm import ToyLM, causal_mask, repeat_kv, sdpa

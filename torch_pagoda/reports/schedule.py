@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import module_path
-from ...passes.graph.provenance import decoder_layers, operator_name
-from ...passes.graph.record import PassRecord
-from ...passes.schedule.launches import Cost, Launches
-from ...passes.schedule.schedule_branches import schedule_branches
-from ...passes.schedule.schedule_prefetch import schedule_prefetch, stored_bytes
-from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
-from ..estimates.launch_costs import launch_costs, why_not_planned
-from ..estimates.schedules import l2_cache, why_no_super_kernels, why_not_fetched
-from ..estimates.traffic import Step
-from ..targets.npu.socs import Chip
+from ..compiler.costs.launch_costs import launch_costs, why_not_planned
+from ..compiler.costs.schedules import l2_cache, why_no_super_kernels, why_not_fetched
+from ..compiler.costs.traffic import Step
+from ..compiler.targets.npu.socs import Chip
+from ..passes import TracedGraph
+from ..passes.graph.fx_nodes import module_path
+from ..passes.graph.provenance import decoder_layers, operator_name
+from ..passes.graph.record import PassRecord
+from ..passes.schedule.launches import Cost, Launches
+from ..passes.schedule.schedule_branches import schedule_branches
+from ..passes.schedule.schedule_prefetch import schedule_prefetch, stored_bytes
+from ..passes.schedule.schedule_super_kernels import schedule_super_kernels
 from .wording import alike, counted
 
 _OVERLOAD = re.compile(r"_(default|tensor|scalar|self|int)(_\d+)?\b|_\d+\b")

@@ -12,8 +12,6 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from torch_pagoda.compiler.capture.aten import to_aten
 from torch_pagoda.compiler.capture.trace import capture
-from torch_pagoda.compiler.explain.expected import KINDS, expected_matches, per_layer
-from torch_pagoda.compiler.explain.regions import region
 from torch_pagoda.passes.graph.provenance import (
     decoder_layers,
     frames,
@@ -22,6 +20,8 @@ from torch_pagoda.passes.graph.provenance import (
     scopes,
     source_line,
 )
+from torch_pagoda.reports.expected import KINDS, expected_matches, per_layer
+from torch_pagoda.reports.regions import region
 from torch_pagoda.runtime.ops import OPERATORS
 
 VOCAB, HIDDEN, HEADS, DIM = 53, 32, 4, 8

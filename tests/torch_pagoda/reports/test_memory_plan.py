@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torch_pagoda.reports.block_size_plan import LogNormalLengths, expected_blocks, plan_block_size
+from torch_pagoda.reports.memory_plan import MemoryPlan, listed_lengths, plan_memory
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.cache.pool_plan import plan_pools
-from torch_pagoda.runtime.planning.block_size_plan import LogNormalLengths, expected_blocks, plan_block_size
-from torch_pagoda.runtime.planning.memory_plan import MemoryPlan, listed_lengths, plan_memory
 from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 FULL = CacheSpec(2, 8, 8, torch.float16)  # 64 bytes per token

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_pagoda.compiler.explain.drawing import Box, LayerGraph
-from torch_pagoda.compiler.explain.layout import layered
-from torch_pagoda.compiler.explain.svg import svg
+from torch_pagoda.reports.drawing import Box, LayerGraph
+from torch_pagoda.reports.layout import layered
+from torch_pagoda.reports.svg import svg
 
 
 @st.composite

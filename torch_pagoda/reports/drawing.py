@@ -10,9 +10,9 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import module_path, value
-from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, scopes, source_line
+from ..passes import TracedGraph
+from ..passes.graph.fx_nodes import module_path, value
+from ..passes.graph.provenance import DecoderLayers, launches_work, operator_name, scopes, source_line
 from .regions import region
 
 _SHORT_DTYPE = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from torch_pagoda.compiler.estimates.flops import flops
-from torch_pagoda.compiler.estimates.traffic import Moved, Step, moved
+from torch_pagoda.compiler.costs.flops import flops
+from torch_pagoda.compiler.costs.traffic import Moved, Step, moved
 from torch_pagoda.passes.graph.notes import GraphNotes
 from torch_pagoda.runtime.program import StateSpec
 

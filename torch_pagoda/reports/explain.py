@@ -12,27 +12,27 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ...passes import PassRecord, TracedGraph, UnsupportedModel
-from ...passes.graph.fx_nodes import callee, value
-from ...passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
-from ...passes.lower.npu.decode_attention import decode_graph_or_reason
-from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
-from ...runtime.phases import timed
-from ...runtime.program import is_cache_input
-from ..calibrate.recorded_grid import on_recorded_grid
-from ..capture.aten import to_aten
-from ..capture.model_facts import takes_positions
-from ..capture.trace import Captured, capture
-from ..estimates.requirements import all_caches
-from ..estimates.skeleton import Skeleton, identity
-from ..estimates.traffic import Traffic, traffic
-from ..options import CompileOptions, selected_passes
-from ..pipeline import run_pipeline
-from ..report import CompileReport, first_line
-from ..targets.npu.ge.static_graph import why_not_static
-from ..targets.npu.socs import chip
-from ..verify import dump
-from ..verify.self_check import reference_of_model
+from ..compiler.calibrate.recorded_grid import on_recorded_grid
+from ..compiler.capture.aten import to_aten
+from ..compiler.capture.model_facts import takes_positions
+from ..compiler.capture.trace import Captured, capture
+from ..compiler.costs.requirements import all_caches
+from ..compiler.costs.skeleton import Skeleton, identity
+from ..compiler.costs.traffic import Traffic, traffic
+from ..compiler.options import CompileOptions, selected_passes
+from ..compiler.pipeline import run_pipeline
+from ..compiler.report import CompileReport, first_line
+from ..compiler.targets.npu.ge.static_graph import why_not_static
+from ..compiler.targets.npu.socs import chip
+from ..compiler.verify import dump
+from ..compiler.verify.self_check import reference_of_model
+from ..passes import PassRecord, TracedGraph, UnsupportedModel
+from ..passes.graph.fx_nodes import callee, value
+from ..passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
+from ..passes.lower.npu.decode_attention import decode_graph_or_reason
+from ..runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
+from ..runtime.phases import timed
+from ..runtime.program import is_cache_input
 from .drawing import LayerGraph, layer_graph
 from .drop_in import CAPTURED_WHOLE, DropIn, observe
 from .expected import KINDS, Expected, expected_matches, per_layer

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...passes import PassRecord, TracedGraph
-from ...passes.graph.fx_nodes import module_path
-from ...passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
-from ...passes.graph.record import Route
-from ...runtime.program import CacheSpec, StateSpec
-from ..estimates.flops import flops, is_int8_product
-from ..estimates.traffic import Moved, Step, moved
-from ..targets.npu.socs import Chip
+from ..compiler.costs.flops import flops, is_int8_product
+from ..compiler.costs.traffic import Moved, Step, moved
+from ..compiler.targets.npu.socs import Chip
+from ..passes import PassRecord, TracedGraph
+from ..passes.graph.fx_nodes import module_path
+from ..passes.graph.provenance import DecoderLayers, launches_work, operator_name, source_line
+from ..passes.graph.record import Route
+from ..runtime.program import CacheSpec, StateSpec
 from .npu_graph import GeReport
 from .regions import UNSAID, Leftover, region, said_about
 from .schedule import SchedulePlan

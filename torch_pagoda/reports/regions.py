@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...passes import PassRecord
-from ...passes.graph.fx_nodes import callee, module_path
-from ...passes.graph.provenance import DecoderLayers, frames, launches_work, operator_name, scopes
+from ..passes import PassRecord
+from ..passes.graph.fx_nodes import callee, module_path
+from ..passes.graph.provenance import DecoderLayers, frames, launches_work, operator_name, scopes
 from .expected import ACTIVATION_MODULE, ACTIVATIONS, ATTENTION_MODULE, GEMMS, NORM_MODULE, ROTARY_FUNCTION
 
 # Products with weights; those of attention scores are batched.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from ...rendering.document import document, section_html
+from ..rendering.document import document, section_html
 from .drawing import LayerGraph
 from .figures import figures
 from .findings import Findings

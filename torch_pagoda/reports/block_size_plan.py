@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..requests.checks import whole_number
+from ..runtime.requests.checks import whole_number
 
 CANDIDATES = (8, 16, 32, 64, 128, 256)
 """Block sizes that are compared unless others are given."""

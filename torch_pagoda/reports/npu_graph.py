@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...npu_tools.offline.ge_graph import GeGraph
-from ...npu_tools.offline.run import call_offline
-from ...npu_tools.offline.toolchain import ToolchainError, find_toolchain
-from ...passes import TracedGraph, UnsupportedModel
-from ...passes.graph.fx_nodes import value
-from ...passes.graph.provenance import DecoderLayers, decoder_layers
-from ...passes.lower.npu.decode_attention import decode_graph_or_reason
-from ...runtime.phases import phase
-from ...runtime.program import is_cache_input
-from ..estimates.skeleton import Skeleton, build_skeleton
-from ..options import CompileOptions
-from ..targets.npu.flat_graph import cache_inputs
-from ..targets.npu.ge.static_graph import why_not_static
-from ..targets.npu.without_device import is_offline
+from ..compiler.costs.skeleton import Skeleton, build_skeleton
+from ..compiler.options import CompileOptions
+from ..compiler.targets.npu.flat_graph import cache_inputs
+from ..compiler.targets.npu.ge.static_graph import why_not_static
+from ..compiler.targets.npu.without_device import is_offline
+from ..npu_tools.offline.ge_graph import GeGraph
+from ..npu_tools.offline.run import call_offline
+from ..npu_tools.offline.toolchain import ToolchainError, find_toolchain
+from ..passes import TracedGraph, UnsupportedModel
+from ..passes.graph.fx_nodes import value
+from ..passes.graph.provenance import DecoderLayers, decoder_layers
+from ..passes.lower.npu.decode_attention import decode_graph_or_reason
+from ..runtime.phases import phase
+from ..runtime.program import is_cache_input
 from .stored_formats import Formats, marks_of_layers, store_as, stored_formats
 
 
@@ -200,10 +200,10 @@ def convert_configuration(
     """
     from transformers import AutoConfig
 
-    from ...npu_tools.offline.conversion import convert
-    from ..capture.trace import capture
-    from ..pipeline import run_pipeline
-    from ..report import CompileReport
+    from ..compiler.capture.trace import capture
+    from ..compiler.pipeline import run_pipeline
+    from ..compiler.report import CompileReport
+    from ..npu_tools.offline.conversion import convert
 
     module, _, name = kind.partition(":")
     options = CompileOptions(
@@ -259,7 +259,7 @@ def _launches(traced: TracedGraph, known: DecoderLayers, graph: GeGraph) -> tupl
 
 
 def _decode_graphs(traced: TracedGraph, graph: GeGraph, soc: str) -> list[dict[str, int]]:
-    from ...npu_tools.offline.decode_graphs import GraphCounts, static_decode_graph
+    from ..npu_tools.offline.decode_graphs import GraphCounts, static_decode_graph
 
     if why_not_static(traced):
         return []

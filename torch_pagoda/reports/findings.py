@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...passes.graph.record import titled
-from ..estimates.traffic import Traffic
-from ..report import Verdict
+from ..compiler.costs.traffic import Traffic
+from ..compiler.report import Verdict
+from ..passes.graph.record import titled
 from .drawing import LayerGraph
 from .drop_in import DropIn
 from .npu import NpuReport

@@ -11,13 +11,13 @@ from torch import fx, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torch_pagoda.compiler.capture.aten import to_aten
-from torch_pagoda.compiler.estimates.live_memory import peak_live_bytes
-from torch_pagoda.compiler.estimates.requirements import Requirements, requirements
-from torch_pagoda.compiler.estimates.skeleton import build_skeleton
-from torch_pagoda.compiler.estimates.traffic import Step
+from torch_pagoda.compiler.costs.live_memory import peak_live_bytes
+from torch_pagoda.compiler.costs.requirements import Requirements, requirements
+from torch_pagoda.compiler.costs.skeleton import build_skeleton
+from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.passes import TracedGraph
-from torch_pagoda.runtime.planning.memory_plan import plan_memory
+from torch_pagoda.reports.memory_plan import plan_memory
 from torch_pagoda.runtime.program import CacheSpec
 
 from tiny_models import build_tiny_model
