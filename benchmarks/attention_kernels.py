@@ -22,8 +22,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from torch_pagoda.runtime.memory import advise_huge_pages
-from torch_pagoda.runtime.ops.int8_rows import quantize_rows
-from torch_pagoda.runtime.ops.paged_attention import paged_attention
+from torch_pagoda.runtime.ops.attention.int8_rows import quantize_rows
+from torch_pagoda.runtime.ops.attention.paged_attention import paged_attention
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.ops.packed_linear import pack_weight
+from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import torch
 from report import markdown_table
 
-from torch_pagoda.runtime.ops.moe import moe_cpu
-from torch_pagoda.runtime.ops.quantized_moe import quantized_moe_cpu, scheme_numbers
-from torch_pagoda.runtime.ops.quantized_weight import pack_stored, scheme_of
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import WeightFormat
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, scheme_of
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
+from torch_pagoda.runtime.ops.moe.moe import moe_cpu
+from torch_pagoda.runtime.ops.moe.quantized_moe import quantized_moe_cpu, scheme_numbers
 
 CALLS = 8  # of a round, each with a routing of its own
 

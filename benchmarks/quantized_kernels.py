@@ -27,17 +27,17 @@ from collections.abc import Callable
 import torch
 from report import markdown_table
 
-from torch_pagoda.runtime.ops.packed_linear import pack_weight
-from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu
-from torch_pagoda.runtime.ops.quantized_weight import (
+from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight
+from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu
+from torch_pagoda.runtime.ops.linear.quantized_weight import (
     Quantization,
     pack_stored,
     quantize_weight,
     round_weight,
     scheme_of,
 )
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import SCALE_DTYPES, WeightFormat
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import SCALE_DTYPES, WeightFormat
 
 COUNT = 40
 

@@ -119,7 +119,7 @@ def meant(held: torch.Tensor, sources: list[torch.Tensor], packed: Any) -> list[
 
     Whether a matrix is ``[out, in]`` or ``[in, out]`` in the model is told by which of the two is the nearer one.
     """
-    from torch_pagoda.runtime.ops.quantized_weight import packed_bytes
+    from torch_pagoda.runtime.ops.linear.quantized_weight import packed_bytes
 
     scheme, found = packed.quantization, []
     for turned in (packed.transposed,) if sources[0].dim() == 3 else (False, True):
@@ -136,7 +136,7 @@ def meant(held: torch.Tensor, sources: list[torch.Tensor], packed: Any) -> list[
 
 
 def _unpacked(held: torch.Tensor, sources: list[torch.Tensor], scheme: Any, turned: bool) -> list[torch.Tensor]:
-    from torch_pagoda.runtime.ops.quantized_weight import restored_weight, unpack_weight
+    from torch_pagoda.runtime.ops.linear.quantized_weight import restored_weight, unpack_weight
 
     def unpacked(numbers: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
         return restored_weight(*unpack_weight(numbers, outputs, inputs, scheme), scheme)

@@ -41,8 +41,8 @@ from shapes import (
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.ops.registration import OPERATORS
+from torch_pagoda.runtime.ops.state.linear_recurrence import linear_recurrence
 from torch_pagoda.runtime.program import StateSpec
 
 linear_recurrence_cpu = OPERATORS[linear_recurrence].cpu

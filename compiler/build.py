@@ -15,7 +15,7 @@ from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
 from ..passes.lower.npu.decode_attention import decode_graph_or_reason
 from ..runtime.npu_errors.device_lost import raise_if_lost
-from ..runtime.ops.stored_weight import StoredWeight
+from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase, timed
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.recurrent_modules import check_recurrent_modules

@@ -11,7 +11,7 @@ import torch
 
 from ..passes import PASSES, Pass
 from ..runtime.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
-from ..runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
+from ..runtime.ops.linear.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .choices import Choices
 from .option_conflicts import check_conflicts
 from .targets.npu.schedule_options import asked_for

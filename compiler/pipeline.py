@@ -17,7 +17,7 @@ from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
 from ..passes.lower.npu.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.rewrite.fold_constants import fold_constants
-from ..runtime.ops.stored_weight import StoredWeight
+from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase
 from .capture.aten import to_aten
 from .capture.layer_repeat import CannotRepeat, LayerRepeat

@@ -43,7 +43,7 @@ def test_the_table_names_what_there_is(tier: str) -> None:
         ("runtime/engine/test_engine.py::test_generate[ahead-1]", "grid"),
         ("runtime/engine/test_engine.py::test_generate[synchronous-1]", "quick"),
         ("benchmarks/test_peers.py::test_anything", "process"),
-        ("runtime/ops/test_rms_norm.py::test_anything[a]", "quick"),
+        ("runtime/ops/norm/test_rms_norm.py::test_anything[a]", "quick"),
     ],
 )
 def test_a_test_is_in_the_first_tier_that_names_it(name: str, tier: str) -> None:
@@ -54,7 +54,7 @@ def test_files_that_are_of_one_tier_need_no_import() -> None:
     assert tier_of_file(TESTS / "benchmarks/test_peers.py") == "process"
     assert tier_of_file(TESTS / "aarch64/test_on_aarch64.py") == "aarch64"
     assert tier_of_file(TESTS / "models/test_exactness.py") is None
-    assert tier_of_file(TESTS / "runtime/ops/test_rms_norm.py") is None
+    assert tier_of_file(TESTS / "runtime/ops/norm/test_rms_norm.py") is None
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ...runtime.ops.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
+from ...runtime.ops.linear.quantized_weight import Quantization, check_group_size, restored_weight, round_weight
 from .decoder_layers import LayerCall, Matrix, decoder_layers, first_call, input_of, matrices_by_input
 from .grid import GridWeight, damped, output_error, round_to_grid
 from .recorded_grid import record_grid

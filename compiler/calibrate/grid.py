@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from ...runtime.ops.quantized_weight import search_scales
+from ...runtime.ops.linear.quantized_weight import search_scales
 
 LEAST, MOST = -8, 7
 _BLOCK = 128

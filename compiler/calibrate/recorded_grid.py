@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ...runtime.ops.quantized_weight import LARGEST_INPUTS, PANEL
+from ...runtime.ops.linear.quantized_weight import LARGEST_INPUTS, PANEL
 from ..options import CompileOptions
 
 GRID_KEY = "pagoda_grid"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ...runtime.ops.causal_conv1d import causal_conv1d_seq
-from ...runtime.ops.linear_recurrence import linear_recurrence_seq
-from ...runtime.ops.selective_scan import selective_scan_seq
+from ...runtime.ops.state.causal_conv1d import causal_conv1d_seq
+from ...runtime.ops.state.linear_recurrence import linear_recurrence_seq
+from ...runtime.ops.state.selective_scan import selective_scan_seq
 
 _L2NORM_EPS = 1e-6
 

@@ -28,7 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
 from ...passes.graph.provenance import scopes
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..fingerprint.describer import CannotIdentify
 from ..fingerprint.tensor_contents import module_tensors

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...passes import UnsupportedModel
-from ...runtime.ops.linear_recurrence import linear_recurrence_seq
+from ...runtime.ops.state.linear_recurrence import linear_recurrence_seq
 from ..report import first_line
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}

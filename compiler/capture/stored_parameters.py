@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 
 _UNRESERVED = getattr(mmap, "MAP_NORESERVE", 0)
 

@@ -12,7 +12,7 @@ from ...passes import TracedGraph
 from ...passes.graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
 from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import launches_work
-from ...runtime.ops.lightning_indexer import MOST_SCORES, lightning_indexer, lightning_indexer_seq
+from ...runtime.ops.attention.lightning_indexer import MOST_SCORES, lightning_indexer, lightning_indexer_seq
 from ...runtime.program import is_cache_input
 from .traffic import Sizes, Step, is_weight
 

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, callee, step_field, value
 from ...passes.graph.provenance import launches_work
-from ...runtime.ops.quantized_linear import quantized_linear
-from ...runtime.ops.quantized_moe import quantized_moe
-from ...runtime.ops.quantized_weight import Quantization, packed_bytes
+from ...runtime.ops.linear.quantized_linear import quantized_linear
+from ...runtime.ops.linear.quantized_weight import Quantization, packed_bytes
+from ...runtime.ops.moe.quantized_moe import quantized_moe
 from ...runtime.program import StateSpec, is_cache_input
 from ...runtime.state_tables import CHUNK_TABLES
 

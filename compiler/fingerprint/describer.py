@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as _of_modules
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from .code_reads import Reads, Untold, cached_reads
 from .framework import is_framework, is_own, patches
 from .tensor_contents import module_tensors, update_whole

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 
 WHOLE_BYTES = 1 << 16
 """Parameters up to this size are read in full."""

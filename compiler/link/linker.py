@@ -11,9 +11,9 @@ from ...passes import TracedGraph
 from ...passes.graph.notes import PackedWeight, fewest_bits
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.memory import give_back_freed_memory
-from ...runtime.ops.packed_linear import pack_weight
-from ...runtime.ops.quantized_weight import PANEL, pack_stored, packed_bytes, quantize_weight, scheme_of
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.packed_linear import pack_weight
+from ...runtime.ops.linear.quantized_weight import PANEL, pack_stored, packed_bytes, quantize_weight, scheme_of
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS

@@ -7,9 +7,15 @@ from dataclasses import replace
 import torch
 
 from ...passes import UnsupportedModel
-from ...runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
-from ...runtime.ops.quantized_weight import PANEL, Quantization, restored_weight, spread_over_inputs, unpack_weight
-from ...runtime.ops.stored_weight import StoredWeight, as_dense
+from ...runtime.ops.linear.quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from ...runtime.ops.linear.quantized_weight import (
+    PANEL,
+    Quantization,
+    restored_weight,
+    spread_over_inputs,
+    unpack_weight,
+)
+from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 _ROWS = 3
 _MOST_OFF = {8: 0.51, 4: 2.2}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..fingerprint.tensor_contents import module_tensors, tensor_digest
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram

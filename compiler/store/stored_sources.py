@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..fingerprint.tensor_contents import stored_digest
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..fingerprint.describer import changed_variable
 from ..fingerprint.fingerprint import Fingerprint, settings_digest
 from ..fingerprint.framework_state import changed_module, framework_states, loaded_of_models

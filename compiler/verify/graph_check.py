@@ -19,7 +19,7 @@ from torch import nn
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import value
 from ...runtime.cache.cache_specs import has_state
-from ...runtime.ops.stored_weight import StoredWeight, as_dense
+from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from ...runtime.phases import phase
 from ..capture.trace import Captured
 from ..link.linkage import Linkage

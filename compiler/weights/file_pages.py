@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ...runtime.memory import madvise
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 
 _DONTNEED = 4
 _SMAPS = Path("/proc/self/smaps")

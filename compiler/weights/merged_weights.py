@@ -17,7 +17,7 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.memory import advise_huge_pages
-from ...runtime.ops.stored_weight import StoredWeight, stored_parts
+from ...runtime.ops.linear.stored_weight import StoredWeight, stored_parts
 from .file_pages import FilePages
 from .weight_guard import Place, place_of, weights_moved
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from .evaluate import is_size
 from .fx_nodes import callee, is_tensor, value
 from .traced import TracedGraph

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...runtime.ops.quantized_weight import Quantization
+from ...runtime.ops.linear.quantized_weight import Quantization
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import torch
 from torch import fx
 
 from ...runtime.ops.arguments import MoeArguments
-from ...runtime.ops.moe import moe
-from ...runtime.ops.quantized_weight import Quantization
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.quantized_weight import Quantization
+from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.ops.moe.moe import moe
 from .fx_nodes import argument, callee, shape
 from .notes import PackedWeight
 from .traced import TracedGraph

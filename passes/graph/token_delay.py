@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from ...runtime.ops.causal_conv1d import causal_conv1d_seq
+from ...runtime.ops.state.causal_conv1d import causal_conv1d_seq
 from .evaluate import DependsOnData, Evaluation, at_sizes
 from .fx_nodes import shape, value
 from .traced import TracedGraph

@@ -13,8 +13,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from ...runtime.npu_target import NpuTarget
-from ...runtime.ops.quantized_weight import Quantization
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.quantized_weight import Quantization
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
 from ...runtime.window_blocks import WINDOW_LENS
 from .fx_nodes import cache_index, value

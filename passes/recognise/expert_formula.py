@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from ...runtime.ops.moe import activate
+from ...runtime.ops.moe.moe import activate
 from ..graph.evaluate import at_sizes
 from ..graph.fx_nodes import shape, value
 from ..graph.region import Region

@@ -24,7 +24,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from ...runtime.ops.gated_rms_norm import GATES, gated_rms_norm_reference
+from ...runtime.ops.norm.gated_rms_norm import GATES, gated_rms_norm_reference
 from ..graph.data_movement import COPIES, RESHAPES
 from ..graph.fx_nodes import callee, is_dynamic, shape, value
 from ..graph.record import NoMatch, PassRecord

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.ops.lightning_indexer import lightning_indexer_seq
+from ...runtime.ops.attention.lightning_indexer import lightning_indexer_seq
 from ..graph.attention_node import AttentionCall, attention_nodes
 from ..graph.data_movement import CAST_CALLS
 from ..graph.evaluate import DependsOnData, Evaluation

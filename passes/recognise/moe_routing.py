@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from ...runtime.ops.moe import moe_gating_reference
+from ...runtime.ops.moe.moe import moe_gating_reference
 from ..graph.evaluate import at_sizes
 from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value
 from ..graph.record import NoMatch, PassRecord

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.ops.relative_bias import scores_of_relative_bias
+from ...runtime.ops.attention.relative_bias import scores_of_relative_bias
 from ..graph.attention_node import AttentionCall, attention_nodes
 from ..graph.data_movement import CAST_CALLS
 from ..graph.evaluate import DependsOnData, Evaluation

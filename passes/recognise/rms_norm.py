@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...runtime.ops.rms_norm import rms_norm_reference
+from ...runtime.ops.norm.rms_norm import rms_norm_reference
 from ..graph.fx_nodes import callee, value
 from ..graph.record import NoMatch, PassRecord
 from ..graph.rewrite_each import rewrite_each

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ...runtime.ops.rope import rope_reference
+from ...runtime.ops.attention.rope import rope_reference
 from ..graph.data_movement import MOVES
 from ..graph.evaluate import at_sizes, is_size
 from ..graph.fx_nodes import callee, is_dynamic, is_tensor, shape, value

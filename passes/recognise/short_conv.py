@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...runtime.ops.causal_conv1d import causal_conv1d_seq
+from ...runtime.ops.state.causal_conv1d import causal_conv1d_seq
 from ..graph.fx_nodes import METADATA_CALLS, argument, callee, is_dynamic, is_tensor, shape, value
 from ..graph.record import NoMatch, PassRecord
 from ..graph.rewrite_each import rewrite_each

@@ -18,7 +18,7 @@ from __future__ import annotations
 from torch import fx
 
 from ...runtime.cache.cache_specs import num_token_groups, token_specs
-from ...runtime.ops.lightning_indexer import lightning_indexer, lightning_indexer_seq
+from ...runtime.ops.attention.lightning_indexer import lightning_indexer, lightning_indexer_seq
 from ...runtime.program import CacheSpec
 from ...runtime.step_metadata import GROUP_FIELDS
 from ..graph.fx_nodes import is_dynamic, shape, value

@@ -23,9 +23,9 @@ import torch
 from torch import fx
 
 from ...runtime.cache.cache_specs import num_token_groups
-from ...runtime.ops.causal_conv1d import causal_conv1d, causal_conv1d_seq
-from ...runtime.ops.linear_recurrence import linear_recurrence, linear_recurrence_seq
-from ...runtime.ops.selective_scan import selective_scan, selective_scan_seq
+from ...runtime.ops.state.causal_conv1d import causal_conv1d, causal_conv1d_seq
+from ...runtime.ops.state.linear_recurrence import linear_recurrence, linear_recurrence_seq
+from ...runtime.ops.state.selective_scan import selective_scan, selective_scan_seq
 from ...runtime.program import StateSpec
 from ..graph.fx_nodes import is_dynamic, shape, value
 from ..graph.record import PassRecord

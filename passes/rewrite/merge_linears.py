@@ -24,7 +24,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ...runtime.ops.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import argument, callee, eliminate_dead_code, module_path, shape, value
 from ..graph.record import PassRecord

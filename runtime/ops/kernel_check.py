@@ -18,11 +18,11 @@ import torch
 
 from ..private_folder import cache_folder
 from .arguments import MoeArguments, PagedAttentionArguments
-from .moe import moe_cpu, moe_reference
+from .attention.paged_attention import paged_attention_cpu
+from .moe.moe import moe_cpu, moe_reference
 from .native import load_kernels
-from .paged_attention import paged_attention_cpu
 from .reference import paged_attention_reference
-from .state_check import wrong_states
+from .state.state_check import wrong_states
 
 aten = torch.ops.aten
 

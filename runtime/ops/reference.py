@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from .arguments import AttentionArguments, PagedAttentionArguments
-from .int8_rows import check_scales, dequantize_rows, quantize_rows
-from .relative_bias import scores_of_relative_bias
-from .selected_keys import mask_of_selected
+from .attention.int8_rows import check_scales, dequantize_rows, quantize_rows
+from .attention.relative_bias import scores_of_relative_bias
+from .attention.selected_keys import mask_of_selected
 
 aten = torch.ops.aten
 

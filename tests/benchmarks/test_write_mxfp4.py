@@ -11,7 +11,7 @@ from write_gguf import convert
 from write_mxfp4 import write_mxfp4
 
 from torch_pagoda.checkpoint.loading import load_model
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from tiny_models import build_tiny_model
 

@@ -10,7 +10,7 @@ import torch
 from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.calibrate.decoder_layers import decoder_layers, first_call, matrices_by_input
 from torch_pagoda.compiler.calibrate.grid import GridWeight, damped, output_error, round_to_grid, stretch
-from torch_pagoda.runtime.ops.quantized_weight import (
+from torch_pagoda.runtime.ops.linear.quantized_weight import (
     Quantization,
     quantize_weight,
     restored_weight,

@@ -13,7 +13,7 @@ from torch_pagoda.checkpoint.compressed_writer import write_compressed
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.calibrate.grid import GridWeight
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from tiny_models import build_tiny_model
 

@@ -18,8 +18,9 @@ from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.runtime.cache.cache_specs import bytes_per_block
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
-from torch_pagoda.runtime.ops import paged_attention, reference
-from torch_pagoda.runtime.ops.int8_rows import dequantize_rows
+from torch_pagoda.runtime.ops import reference
+from torch_pagoda.runtime.ops.attention import paged_attention
+from torch_pagoda.runtime.ops.attention.int8_rows import dequantize_rows
 
 from perplexity import loss_per_token
 from tiny_models import build_tiny_model

@@ -16,7 +16,12 @@ from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, quantize_weight, restored_weight, unpack_weight
+from torch_pagoda.runtime.ops.linear.quantized_weight import (
+    Quantization,
+    quantize_weight,
+    restored_weight,
+    unpack_weight,
+)
 
 from perplexity import loss_per_token
 from tiny_models import build_tiny_model

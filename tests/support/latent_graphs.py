@@ -17,7 +17,7 @@ from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
 from torch_pagoda.passes.graph.fx_nodes import shape
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
 from torch_pagoda.runtime.npu_target import NpuTarget
-from torch_pagoda.runtime.ops.lightning_indexer import lightning_indexer
+from torch_pagoda.runtime.ops.attention.lightning_indexer import lightning_indexer
 from torch_pagoda.runtime.program import CacheSpec
 
 from npu_graphs import AttentionGraph

@@ -24,7 +24,7 @@ from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, r
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.record import PassRecord
 from torch_pagoda.runtime.npu_target import NpuTarget
-from torch_pagoda.runtime.ops.stored_weight import as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import as_dense
 
 from legal_models import build_legal_model
 from shared_graphs import capture

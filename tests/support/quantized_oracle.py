@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 
 def int8_weight(weight: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, up
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.compiler.verify import dump
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase
 
 from graphs_on_disk import GraphsOnDisk

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from torch_pagoda.runtime.ops.quantized_weight import pack_stored, scheme_of, unpackable
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import WeightFormat
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, scheme_of, unpackable
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
 
 
 def stored_weight(text: str, outputs: int = 6, inputs: int = 64, *, seed: int = 0) -> StoredWeight:

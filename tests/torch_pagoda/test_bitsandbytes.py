@@ -20,7 +20,7 @@ import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.loading import checkpoint_files, load_model
 from torch_pagoda.checkpoint.readers.bitsandbytes import read_bitsandbytes
 from torch_pagoda.checkpoint.readers.parts import Quantized
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from tiny_models import build_tiny_model
 

@@ -16,7 +16,7 @@ from stored_matrices import Tensors, awq, gptq, of_bytes, packed
 from stored_modules import MODULE, read_module
 
 from torch_pagoda.checkpoint.loading import load_model
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 from tiny_models import build_tiny_model
 

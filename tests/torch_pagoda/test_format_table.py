@@ -11,7 +11,7 @@ from page_text import PAGES, section
 from quantized_checkpoints import FORMATS, LARGE
 
 from torch_pagoda.checkpoint.gguf.block_types import BLOCK_TYPES
-from torch_pagoda.runtime.ops.quantized_weight import packed_bytes, scheme_of
+from torch_pagoda.runtime.ops.linear.quantized_weight import packed_bytes, scheme_of
 
 ROWS = {
     "compressed-tensors `pack-quantized`": (

@@ -10,7 +10,7 @@ from gguf_files import KINDS, Stored, dense, random_blocks
 
 from torch_pagoda.checkpoint.gguf import block_types
 from torch_pagoda.checkpoint.gguf.block_types import BLOCK_TYPES, READ, packed_codes
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 BY_NAME = {kind.name: kind for kind in BLOCK_TYPES.values()}
 

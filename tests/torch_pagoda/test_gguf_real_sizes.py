@@ -12,7 +12,7 @@ from gguf_files import Gguf, Stored, dense, random_blocks
 
 from torch_pagoda.checkpoint.gguf.block_types import BLOCK_TYPES
 from torch_pagoda.checkpoint.gguf.checkpoint import open_gguf
-from torch_pagoda.runtime.ops.stored_weight import as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import as_dense
 
 pytestmark = pytest.mark.slow
 

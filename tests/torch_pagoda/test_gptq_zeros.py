@@ -10,7 +10,7 @@ import torch
 from stored_matrices import Tensors, gptq, numbers_of, words
 from stored_modules import MODULE, read_module
 
-from torch_pagoda.runtime.ops.stored_weight import as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import as_dense
 
 OLD_ONES = (0x24924924, 0x92492492, 0x49249249)
 """What GPTQModel before 7.0 took off words of zeros of 3 bits, one after the other."""

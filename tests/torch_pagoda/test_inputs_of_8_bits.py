@@ -13,8 +13,8 @@ from quantized_oracle import inputs_of_8_bits
 from transformers import AutoModelForCausalLM
 
 import torch_pagoda as pagoda
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, scheme_of
-from torch_pagoda.runtime.ops.weight_format import WeightFormat
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, scheme_of
+from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
 
 from hf_reference import logits_of
 from tiny_models import build_tiny_model

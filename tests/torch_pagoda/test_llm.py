@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaModel, PreTrainedModel, PreTrainedTokenizerFast, T5Config
 
 import torch_pagoda as pagoda
-from torch_pagoda.runtime.ops.packed_linear import can_pack
+from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
 from torch_pagoda.runtime.requests.outputs import Progress
 
 from tiny_models import build_tiny_model

@@ -16,7 +16,7 @@ from torch_pagoda.checkpoint.compressed_writer import check_writable, write_comp
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.calibrate import calibrate
 from torch_pagoda.compiler.calibrate.grid import GridWeight
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 from tiny_models import build_tiny_model
 

@@ -19,8 +19,8 @@ from torch_pagoda.checkpoint.loading import checkpoint_files
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.store import warm_start
 from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.native import kernel_function
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 
 from tiny_models import build_tiny_model
 

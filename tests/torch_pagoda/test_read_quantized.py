@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.format_bytes import formats_of
 from torch_pagoda.checkpoint.loading import load_model
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 from tiny_models import build_tiny_model
 

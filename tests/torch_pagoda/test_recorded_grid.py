@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import torch_pagoda as pagoda
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.calibrate import calibrate
-from torch_pagoda.runtime.ops.quantized_weight import Quantization
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
 
 from tiny_models import build_tiny_model
 

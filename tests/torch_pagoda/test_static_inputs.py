@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.fingerprint.tensor_contents import stored_digest
-from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, pack_weight, scheme_of
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import InputScale, WeightFormat
+from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, pack_weight, scheme_of
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import InputScale, WeightFormat
 
 from hf_reference import logits_of
 from tiny_models import build_tiny_model

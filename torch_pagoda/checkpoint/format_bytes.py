@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..runtime.ops.quantized_weight import packed_bytes, scheme_of, unpackable
-from ..runtime.ops.stored_weight import StoredWeight
-from ..runtime.ops.weight_format import WeightFormat
+from ..runtime.ops.linear.quantized_weight import packed_bytes, scheme_of, unpackable
+from ..runtime.ops.linear.stored_weight import StoredWeight
+from ..runtime.ops.linear.weight_format import WeightFormat
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import GgufTensor, is_gguf
 from .loading import quantized_tensors

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from ..compiler import CheckpointFiles
 from ..compiler.capture.dynamic_rope import rope_types
-from ..runtime.ops.stored_weight import StoredWeight
+from ..runtime.ops.linear.stored_weight import StoredWeight
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
 from .gguf.container import BadGguf, is_gguf
 from .gguf.tokenizer import tokenizer_of

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ..compiler.weights.file_pages import FilePages
-from ..runtime.ops.stored_weight import StoredWeight, stored_parts
+from ..runtime.ops.linear.stored_weight import StoredWeight, stored_parts
 from .quantized import Method, broken, refusal, split_name
 from .readers.module_settings import settings_of
 from .readers.parts import BadTensor, Quantized

@@ -73,7 +73,7 @@ def quantize(
         from ..checkpoint.quantized import check_float
         from ..compiler.calibrate import calibrate
         from ..device import resolve_device
-        from ..runtime.ops.quantized_weight import check_group_size
+        from ..runtime.ops.linear.quantized_weight import check_group_size
 
         check_group_size(group_size)
         if not sys.stderr.isatty():

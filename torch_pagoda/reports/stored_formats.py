@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..compiler.capture.layer_kinds import find_decoder_layers
-from ..runtime.ops.stored_weight import StoredWeight
-from ..runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
+from ..runtime.ops.linear.stored_weight import StoredWeight
+from ..runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Formats = Mapping[str, "list[Any]"]
 """Name of a parameter → its format, whether it is transposed, scale and offset of its inputs or None, and which of

@@ -28,8 +28,8 @@ from torch import fx
 
 from ....runtime.ops import OPERATORS
 from ....runtime.ops.elementwise import FUNCTIONS, elementwise
-from ....runtime.ops.invariant_linear import invariant_linear
-from ....runtime.ops.moe import INVARIANT_SCORINGS, moe_gating
+from ....runtime.ops.linear.invariant_linear import invariant_linear
+from ....runtime.ops.moe.moe import INVARIANT_SCORINGS, moe_gating
 from ....runtime.ops.native import FLOAT_CODES, load_kernels
 from ...graph.data_movement import MOVES
 from ...graph.fx_nodes import argument, callee, eliminate_dead_code, module_path

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ....runtime.ops.packed_linear import can_pack, packed_linear
+from ....runtime.ops.linear.packed_linear import can_pack, packed_linear
 from ...graph.fx_nodes import argument, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord

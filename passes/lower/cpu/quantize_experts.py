@@ -17,10 +17,10 @@ from __future__ import annotations
 from torch import fx
 
 from ....runtime.ops.arguments import MoeArguments
+from ....runtime.ops.linear.quantized_weight import LARGEST_INPUTS, Quantization, scheme_of, unpackable
+from ....runtime.ops.linear.stored_weight import StoredWeight
+from ....runtime.ops.moe.quantized_moe import quantized_moe, scheme_numbers
 from ....runtime.ops.native import FLOAT_CODES
-from ....runtime.ops.quantized_moe import quantized_moe, scheme_numbers
-from ....runtime.ops.quantized_weight import LARGEST_INPUTS, Quantization, scheme_of, unpackable
-from ....runtime.ops.stored_weight import StoredWeight
 from ...graph.fx_nodes import shape, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord

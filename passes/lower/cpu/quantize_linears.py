@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from ....runtime.ops.linear.quantized_linear import quantized_linear
+from ....runtime.ops.linear.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
 from ....runtime.ops.native import FLOAT_CODES
-from ....runtime.ops.quantized_linear import quantized_linear
-from ....runtime.ops.quantized_weight import DEFAULT_GROUP_SIZES, LARGEST_INPUTS
 from ...graph.fx_nodes import argument, shape, value
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ....runtime.ops.quantized_linear import quantized_linear
-from ....runtime.ops.quantized_weight import LARGEST_INPUTS, scheme_of, unpackable
+from ....runtime.ops.linear.quantized_linear import quantized_linear
+from ....runtime.ops.linear.quantized_weight import LARGEST_INPUTS, scheme_of, unpackable
 from ...graph.fx_nodes import argument, shape
 from ...graph.packed_weights import PackedWeights
 from ...graph.record import PassRecord

@@ -25,7 +25,7 @@ import torch
 from torch import fx
 
 from ....runtime.npu_target import Product
-from ....runtime.ops.lightning_indexer import lightning_indexer
+from ....runtime.ops.attention.lightning_indexer import lightning_indexer
 from ...graph.fx_nodes import cache_index, callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel

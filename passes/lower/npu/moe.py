@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import moe
-from ....runtime.ops.every_expert import every_expert
+from ....runtime.ops.moe import moe
+from ....runtime.ops.moe.every_expert import every_expert
 from ...graph.fx_nodes import callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph

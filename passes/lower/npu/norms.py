@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import layer_norm, rms_norm
+from ....runtime.ops.norm import layer_norm, rms_norm
 from ...graph.fx_nodes import shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.gathered_attention import gathered_attention
-from ....runtime.ops.int8_rows import quantize_rows
+from ....runtime.ops.attention.gathered_attention import gathered_attention
+from ....runtime.ops.attention.int8_rows import quantize_rows
 from ....runtime.ops.npu.limits import violations
 from ....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
 from ...graph.attention_node import PAGED_ATTENTION, PagedAttentionCall

@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.ops.linear.quantized_weight import Quantization, scheme_of
 from ....runtime.ops.npu.limits import violations
-from ....runtime.ops.quantized_weight import Quantization, scheme_of
 from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph

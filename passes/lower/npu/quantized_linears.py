@@ -32,9 +32,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from ....runtime.ops.linear.quantized_weight import Quantization, scheme_of
+from ....runtime.ops.linear.weight_format import InputScale, WeightFormat
 from ....runtime.ops.npu.limits.quantized import INT4_GROUP_SIZES, QINT8
-from ....runtime.ops.quantized_weight import Quantization, scheme_of
-from ....runtime.ops.weight_format import InputScale, WeightFormat
 from ...graph.fx_nodes import eliminate_dead_code, shape, value
 from ...graph.record import PassRecord
 from ...graph.routers import chooses_experts

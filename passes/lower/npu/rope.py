@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ....runtime.npu_target import Product
-from ....runtime.ops.rope import rope_reference
+from ....runtime.ops.attention.rope import rope_reference
 from ...graph.fx_nodes import shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph

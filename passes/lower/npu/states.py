@@ -24,10 +24,10 @@ import torch
 from torch import fx
 
 from ....runtime.npu_target import Product
-from ....runtime.ops.chunked_recurrence import chunk_width, chunked_recurrence, normalised
-from ....runtime.ops.chunked_scan import SCAN_CHUNK, chunked_scan
-from ....runtime.ops.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.ops.npu.limits.states import MAX_RECURRENT_TOKENS
+from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence, normalised
+from ....runtime.ops.state.chunked_scan import SCAN_CHUNK, chunked_scan
+from ....runtime.ops.state.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
 from ...graph.fx_nodes import shape, value
 from ...graph.record import PassRecord

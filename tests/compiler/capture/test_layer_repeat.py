@@ -27,7 +27,7 @@ from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import cache_index, callee
 from torch_pagoda.passes.graph.provenance import decoder_layers
-from torch_pagoda.runtime.ops.packed_linear import can_pack
+from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
 from torch_pagoda.runtime.program import is_cache_input
 
 from tiny_models import build_tiny_model

@@ -14,7 +14,7 @@ from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link import linker
 from torch_pagoda.compiler.options import CompileOptions
-from torch_pagoda.runtime.ops.packed_linear import can_pack
+from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
 
 from tiny_models import build_tiny_model
 

@@ -7,7 +7,7 @@ import torch
 from stored_weights import stored_weight
 
 from torch_pagoda.compiler.link import linker
-from torch_pagoda.runtime.ops.quantized_weight import pack_stored
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored
 
 FORMATS = ("int4/g32/f16+z", "int4/row/bf16", "int8/g64/f32+z+order", "e2m1/g32/bf16", "e4m3/g64/f32")
 

@@ -24,7 +24,7 @@ from torch_pagoda.compiler.verify.graph_check import check_graph, check_stored
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from tiny_models import build_tiny_model
 

@@ -20,7 +20,7 @@ from torch_pagoda.passes.recognise.eager_attention import recognise_eager_attent
 from torch_pagoda.passes.recognise.indexed_attention import recognise_indexed_attention
 from torch_pagoda.passes.recognise.sdpa import recognise_sdpa
 from torch_pagoda.passes.rewrite.insert_index_cache import insert_index_cache
-from torch_pagoda.runtime.ops.lightning_indexer import lightning_indexer, lightning_indexer_seq
+from torch_pagoda.runtime.ops.attention.lightning_indexer import lightning_indexer, lightning_indexer_seq
 
 from toy_lm import DYNAMO_PASSES, ToyLM, causal_mask, repeat_kv, run, traced
 

@@ -13,9 +13,9 @@ from torch_pagoda.compiler.verify.self_check import STATE_SCHEDULE, check, refer
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.proof.token_axis import mixers
 from torch_pagoda.passes.rewrite.insert_state import insert_state
-from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d, causal_conv1d_seq
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence, linear_recurrence_seq
-from torch_pagoda.runtime.ops.selective_scan import selective_scan_seq
+from torch_pagoda.runtime.ops.state.causal_conv1d import causal_conv1d, causal_conv1d_seq
+from torch_pagoda.runtime.ops.state.linear_recurrence import linear_recurrence, linear_recurrence_seq
+from torch_pagoda.runtime.ops.state.selective_scan import selective_scan_seq
 from torch_pagoda.runtime.program import CacheSpec, StateSpec
 
 from toy_lm import DYNAMO_PASSES, HIDDEN, ToyLM, sdpa, traced

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from torch_pagoda.runtime.ops import invariant_linear as module
-from torch_pagoda.runtime.ops.invariant_linear import invariant_linear_cpu, invariant_linear_reference
+from torch_pagoda.runtime.ops.attention.paged_attention import paged_attention, paged_attention_cpu
+from torch_pagoda.runtime.ops.linear import invariant_linear as module
+from torch_pagoda.runtime.ops.linear.invariant_linear import invariant_linear_cpu, invariant_linear_reference
 from torch_pagoda.runtime.ops.native import load_kernels
-from torch_pagoda.runtime.ops.paged_attention import paged_attention, paged_attention_cpu
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there are no C++ kernels")
 
@@ -231,7 +231,7 @@ def test_attention_across_the_border_of_pieces():
 
 
 def test_attention_without_kernels_is_refused(monkeypatch, paged_case):
-    from torch_pagoda.runtime.ops import paged_attention as attention
+    from torch_pagoda.runtime.ops.attention import paged_attention as attention
 
     monkeypatch.setattr(attention, "kernel_function", lambda name: None)
     case = paged_case([(3, 40)])

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torch_pagoda.runtime.ops import OPERATORS
-from torch_pagoda.runtime.ops.attention import attention_cpu
+from torch_pagoda.runtime.ops.attention.attention import attention_cpu
 from torch_pagoda.runtime.ops.registration import Facts
 
 pagoda = torch.ops.pagoda

@@ -10,15 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops import kernel_check
-from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.ops.attention.paged_attention import paged_attention_cpu
 from torch_pagoda.runtime.ops.kernel_check import check_kernels, wrong_attention, wrong_experts
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
-from torch_pagoda.runtime.ops.moe import moe_cpu, moe_reference
-from torch_pagoda.runtime.ops.paged_attention import paged_attention_cpu
+from torch_pagoda.runtime.ops.moe.moe import moe_cpu, moe_reference
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 from torch_pagoda.runtime.ops.registration import OPERATORS
-from torch_pagoda.runtime.ops.selective_scan import selective_scan
-from torch_pagoda.runtime.ops.state_check import wrong_state, wrong_states
+from torch_pagoda.runtime.ops.state.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.ops.state.linear_recurrence import linear_recurrence
+from torch_pagoda.runtime.ops.state.selective_scan import selective_scan
+from torch_pagoda.runtime.ops.state.state_check import wrong_state, wrong_states
 
 linear_recurrence_reference = OPERATORS[linear_recurrence].reference
 selective_scan_reference = OPERATORS[selective_scan].reference

@@ -14,21 +14,11 @@ import torch
 from stored_weights import stored_weight
 
 from torch_pagoda.runtime.memory import advise_huge_pages
-from torch_pagoda.runtime.ops import (
-    attention,
-    attention_reference,
-    gated_activation,
-    gated_rms_norm,
-    layer_norm,
-    native,
-    norm_kernel,
-    paged_attention,
-    quantized_linear,
-    quantized_weight,
-    rms_norm,
-    rope,
-)
-from torch_pagoda.runtime.ops.quantized_weight import Quantization
+from torch_pagoda.runtime.ops import attention_reference, gated_activation, native
+from torch_pagoda.runtime.ops.attention import attention, paged_attention, rope
+from torch_pagoda.runtime.ops.linear import quantized_linear, quantized_weight
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
+from torch_pagoda.runtime.ops.norm import gated_rms_norm, layer_norm, norm_kernel, rms_norm
 from torch_pagoda.runtime.ops.reference import paged_attention_reference
 
 USE = """

@@ -14,9 +14,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_pagoda.runtime.ops
 from torch_pagoda.runtime.ops.arguments import AttentionArguments, MoeArguments, PagedAttentionArguments
-from torch_pagoda.runtime.ops.attention import attention
-from torch_pagoda.runtime.ops.moe import moe
-from torch_pagoda.runtime.ops.paged_attention import paged_attention
+from torch_pagoda.runtime.ops.attention.attention import attention
+from torch_pagoda.runtime.ops.attention.paged_attention import paged_attention
+from torch_pagoda.runtime.ops.moe.moe import moe
 
 HEADS, KV_HEADS, DIM = 8, 2, 16
 
@@ -29,7 +29,7 @@ def dense_arguments(dtype=torch.float32):
 
 def test_import_is_idempotent():
     overload = torch.ops.pagoda.attention.default
-    importlib.reload(importlib.import_module("torch_pagoda.runtime.ops.attention"))
+    importlib.reload(importlib.import_module("torch_pagoda.runtime.ops.attention.attention"))
     importlib.reload(torch_pagoda.runtime.ops)
     assert torch.ops.pagoda.attention.default is overload
     torch.ops.pagoda.attention.default(*dense_arguments())

@@ -7,10 +7,10 @@ import torch
 from stored_weights import packed_weight, product_error, stored_weight
 from torch.nn import functional as F
 
-from torch_pagoda.runtime.ops.quantized_linear import quantized_linear_cpu, quantized_linear_reference
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, pack_stored, packed_bytes, scheme_of
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import E2M1, WeightFormat
+from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu, quantized_linear_reference
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, pack_stored, packed_bytes, scheme_of
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import E2M1, WeightFormat
 
 FORMS = [
     "int4/g32/f32",
@@ -125,6 +125,6 @@ def test_bad_schemes_are_refused(scheme: tuple[object, ...], message: str) -> No
 
 def test_without_kernels_the_reference_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, stored, given = packed_weight("e2m1/g16/f32", 70, 200)
-    monkeypatch.setattr("torch_pagoda.runtime.ops.quantized_linear.kernel_function", lambda name: None)
+    monkeypatch.setattr("torch_pagoda.runtime.ops.linear.quantized_linear.kernel_function", lambda name: None)
     x = torch.randn(3, 200)
     assert product_error(quantized_linear_cpu(x, stored, None, *given), x, weight.dense()) < 1e-4

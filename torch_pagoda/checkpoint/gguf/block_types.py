@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...runtime.ops.weight_format import WeightFormat
+from ...runtime.ops.linear.weight_format import WeightFormat
 
 _IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the codes of IQ4_NL and IQ4_XS."""

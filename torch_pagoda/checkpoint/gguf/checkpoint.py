@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from ...compiler.weights.file_pages import FilePages
-from ...runtime.ops.stored_weight import StoredWeight
-from ...runtime.ops.weight_format import SCALE_DTYPES
+from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.ops.linear.weight_format import SCALE_DTYPES
 from .architectures import Architecture, Part
 from .block_types import READ, Numbers, packed_codes
 from .config import Floats, Sizes, Values, check_known, read_config

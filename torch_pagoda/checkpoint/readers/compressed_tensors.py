@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.ops.weight_format import InputScale, WeightFormat
+from ...runtime.ops.linear.weight_format import InputScale, WeightFormat
 from .parts import BadTensor, Quantized, group_of, is_expert, pack_pairs, powers_of_two, scale_name, unpack
 
 _OF_WEIGHTS = frozenset(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...runtime.ops.weight_format import WeightFormat
+from ...runtime.ops.linear.weight_format import WeightFormat
 from .module_settings import one_of
 from .parts import BadTensor, Quantized, group_of, pack_pairs, scale_name, unpack
 

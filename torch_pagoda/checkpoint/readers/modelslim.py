@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ...runtime.ops.weight_format import WeightFormat
+from ...runtime.ops.linear.weight_format import WeightFormat
 from .compressed_tensors import unsigned
 from .parts import BadTensor, Quantized, is_expert, pack_pairs, scale_name
 

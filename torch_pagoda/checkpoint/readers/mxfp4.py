@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from ...runtime.ops.weight_format import WeightFormat
+from ...runtime.ops.linear.weight_format import WeightFormat
 from .parts import BadTensor, Quantized, powers_of_two
 
 LEAVES = re.compile(r"(\w+)_(blocks|scales)")

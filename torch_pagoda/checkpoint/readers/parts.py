@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...runtime.ops.stored_weight import StoredWeight
-from ...runtime.ops.weight_format import SCALE_DTYPES, InputScale, WeightFormat
+from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
 """A reader: from the tensors of a quantised module to those of a float checkpoint."""

@@ -17,7 +17,7 @@ from torch import fx
 
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import cache_index, callee, closure, shape, value
-from ...runtime.ops.int8_rows import quantize_rows
+from ...runtime.ops.attention.int8_rows import quantize_rows
 from ...runtime.step_metadata import StepMetadata
 from ...runtime.window_blocks import WINDOW_LENS
 from .operator_check import OperatorCall, innermost_module

@@ -24,7 +24,7 @@ from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, 
 from torch_pagoda.reports import explain, npu_graph
 from torch_pagoda.reports.npu_sections import npu_sections
 from torch_pagoda.reports.stored_formats import marks_of_layers, store_as, stored_formats
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight, as_dense
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 from legal_models import build_legal_model
 

@@ -19,9 +19,9 @@ from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weig
 from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.npu import quantized_linears
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
-from torch_pagoda.runtime.ops.quantized_weight import Quantization
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 
 from legal_models import build_legal_model
 

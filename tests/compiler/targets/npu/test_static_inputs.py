@@ -20,8 +20,8 @@ from torch_pagoda.compiler.targets.npu.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.graph.fx_nodes import value
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
-from torch_pagoda.runtime.ops.weight_format import InputScale
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.weight_format import InputScale
 
 from legal_models import build_legal_model
 

@@ -16,7 +16,7 @@ from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.cpu.batch_invariant import make_batch_invariant
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.reports.expected import expected_matches
-from torch_pagoda.runtime.ops.invariant_linear import invariant_linear
+from torch_pagoda.runtime.ops.linear.invariant_linear import invariant_linear
 from torch_pagoda.runtime.ops.native import load_kernels
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there are no C++ kernels")

@@ -16,7 +16,7 @@ from torch_pagoda.passes.graph.fx_nodes import callee
 from torch_pagoda.passes.lower.cpu.pack_linears import pack_linears
 from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
-from torch_pagoda.runtime.ops.packed_linear import can_pack, pack_weight, packed_linear_reference
+from torch_pagoda.runtime.ops.linear.packed_linear import can_pack, pack_weight, packed_linear_reference
 
 from toy_lm import ToyLM, sdpa
 

@@ -12,10 +12,10 @@ from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.passes.lower.cpu.quantize_experts import quantize_experts
 from torch_pagoda.passes.recognise.moe import recognise_moe
-from torch_pagoda.runtime.ops.moe import moe
-from torch_pagoda.runtime.ops.quantized_moe import quantized_moe
-from torch_pagoda.runtime.ops.quantized_weight import Quantization
-from torch_pagoda.runtime.ops.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.moe.moe import moe
+from torch_pagoda.runtime.ops.moe.quantized_moe import quantized_moe
 
 from tiny_models import build_tiny_model
 

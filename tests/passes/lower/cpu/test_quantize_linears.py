@@ -17,7 +17,7 @@ from torch_pagoda.passes.recognise.linear import recognise_linear
 from torch_pagoda.passes.recognise.moe import recognise_moe
 from torch_pagoda.passes.recognise.moe_routing import recognise_moe_routing
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
-from torch_pagoda.runtime.ops.quantized_weight import Quantization, packed_bytes
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, packed_bytes
 
 from toy_lm import HIDDEN, VOCAB, ToyLM, sdpa
 

@@ -16,7 +16,7 @@ from torch_pagoda.passes import TracedGraph, UnsupportedModel
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.indexers import lower_npu_indexers
 from torch_pagoda.runtime.npu_target import NpuTarget
-from torch_pagoda.runtime.ops.lightning_indexer import lightning_indexer
+from torch_pagoda.runtime.ops.attention.lightning_indexer import lightning_indexer
 from torch_pagoda.runtime.ops.npu.limits import violations
 from torch_pagoda.runtime.program import CacheSpec
 

@@ -8,8 +8,8 @@ from aten_graphs import run_graph
 
 from torch_pagoda.passes.lower.npu.moe import lower_npu_moe
 from torch_pagoda.runtime.npu_target import NpuTarget
-from torch_pagoda.runtime.ops.every_expert import every_expert
-from torch_pagoda.runtime.ops.moe import moe_reference
+from torch_pagoda.runtime.ops.moe.every_expert import every_expert
+from torch_pagoda.runtime.ops.moe.moe import moe_reference
 
 from npu_graphs import assert_legal, graph_of, operators, refusals
 

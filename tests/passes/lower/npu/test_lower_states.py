@@ -9,9 +9,9 @@ from state_graphs import StateGraph, step_of
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.npu.states import lower_npu_states
 from torch_pagoda.runtime.npu_target import NpuTarget
-from torch_pagoda.runtime.ops.causal_conv1d import causal_conv1d
-from torch_pagoda.runtime.ops.linear_recurrence import linear_recurrence
-from torch_pagoda.runtime.ops.selective_scan import selective_scan
+from torch_pagoda.runtime.ops.state.causal_conv1d import causal_conv1d
+from torch_pagoda.runtime.ops.state.linear_recurrence import linear_recurrence
+from torch_pagoda.runtime.ops.state.selective_scan import selective_scan
 from torch_pagoda.runtime.program import StateSpec
 from torch_pagoda.runtime.state_tables import CHUNK_TABLES
 

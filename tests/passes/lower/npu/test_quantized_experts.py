@@ -20,8 +20,8 @@ from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.fuse_experts import fuse_npu_experts
 from torch_pagoda.passes.lower.npu.quantized_experts import quantize_npu_experts
 from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.npu.limits import violations
-from torch_pagoda.runtime.ops.quantized_weight import Quantization
 
 npu = torch.ops.npu
 EXPERTS = (

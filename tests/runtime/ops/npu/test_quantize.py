@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
-from torch_pagoda.runtime.ops.int8_rows import quantize_rows
+from torch_pagoda.runtime.ops.attention.int8_rows import quantize_rows
 
 npu = torch.ops.npu
 

@@ -1,0 +1,1 @@
+"""Linear layers and how their weights are held: packed, quantized, as stored."""

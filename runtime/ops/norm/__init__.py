@@ -1,0 +1,1 @@
+"""RMS and layer norms."""

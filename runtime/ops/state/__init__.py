@@ -1,0 +1,1 @@
+"""Operators with a recurrent or convolutional state per sequence."""

@@ -1,0 +1,190 @@
+"""Weights as they are stored look like the dense ones that they mean, whatever is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from stored_weights import stored_weight
+from torch.nn import functional as F
+
+from torch_pagoda.runtime.ops.linear import stored_weight as module
+from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, unpackable
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
+from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
+
+FORMATS = (
+    "int4/g32/f16+z",
+    "int4/row/bf16",
+    "int8/g16/f32+z+order",
+    "e2m1/g32/bf16",
+    "e4m3/g24/f32",
+    "affine4/g16/f32",
+)
+
+
+def meant(weight: StoredWeight) -> torch.Tensor:
+    """float32 ``[out, in]``, entry by entry from the definition."""
+    form, table = weight.form, [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    outputs, inputs = weight.shape
+    found = torch.zeros(outputs, inputs)
+    for n in range(outputs):
+        for k in range(inputs):
+            byte = int(weight.codes[n, k // form.per_byte])
+            code = byte if form.bits == 8 else (byte >> 4 if k % 2 else byte & 15)
+            group = k // (form.group_size or inputs)
+            if form.code == "int":
+                zero = 1 << (form.bits - 1) if weight.zeros is None else int(weight.zeros[n, group])
+                number = float(code - zero)
+            elif form.code == "e2m1":
+                number = table[code & 7] * (-1 if code & 8 else 1)
+            elif form.code == "e4m3":
+                number = float(torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn))
+            if form.code == "affine":  # the product and the difference are rounded
+                number = float(code * weight.scales[n, group] - weight.zeros[n, group])
+            else:
+                number *= float(weight.scales[n, group])
+            at = k if weight.order is None else int(weight.order[k])
+            found[n, at] = number
+    return found
+
+
+@pytest.mark.parametrize("text", FORMATS)
+def test_dense_is_the_definition(text: str) -> None:
+    weight = stored_weight(text)
+    assert torch.equal(weight.dense(), meant(weight).to(torch.bfloat16))
+    assert torch.equal(weight.to(torch.float32).dense(), meant(weight))
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_dense_is_the_same_some_rows_at_a_time(text: str, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = stored_weight(text)
+    stacked = torch.stack([weight, weight.each(lambda part: part.flip(0))]).transpose(1, 2)
+    assert isinstance(stacked, StoredWeight)
+    whole = [weight.dense(), stacked.dense()]
+    monkeypatch.setattr(module, "_MOST_AT_ONCE", at_once)
+    assert torch.equal(weight.dense(), whole[0]) and torch.equal(stacked.dense(), whole[1])
+    assert stacked.dense().is_contiguous() and torch.equal(whole[1][1], weight.dense().flip(0).T)
+
+
+MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "detach": torch.Tensor.detach,
+    "clone": torch.Tensor.clone,
+    "to float32": lambda w: w.to(torch.float32),
+    "transpose": lambda w: w.transpose(-1, -2),
+    "twice": lambda w: w.transpose(0, 1).transpose(-1, -2),
+    "some rows": lambda w: w[1:5],
+    "every other row": lambda w: w[::2],
+    "columns of the transposed": lambda w: w.transpose(0, 1)[:, 2:4],
+    "cat": lambda w: torch.cat([w, w[2:]]),
+    "stack": lambda w: torch.stack([w, w]),
+    "one of a stack": lambda w: torch.stack([w, w[:]])[1],
+    "chunk": lambda w: w.chunk(2)[1],
+    "split": lambda w: w.split([1, 5])[1],
+    "cat of transposed experts": lambda w: torch.cat([torch.stack([w, w]).transpose(1, 2)] * 2, 2),
+    "unsqueeze": lambda w: w.unsqueeze(0),
+}
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("move", MOVES)
+def test_what_moves_rows_about_stays_stored(text: str, move: str) -> None:
+    weight = stored_weight(text)
+    moved, expected = MOVES[move](weight), MOVES[move](weight.dense())
+    assert isinstance(moved, StoredWeight) and moved.form == weight.form
+    assert moved.shape == expected.shape and moved.dtype == expected.dtype
+    if move == "to float32":  # without the rounding to bfloat16 before
+        expected = meant(weight)
+    assert torch.equal(moved.dense(), expected)
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "some inputs": lambda w: w[:, 3:40],
+    "an input": lambda w: w[:, 5],
+    "a row": lambda w: w[5],
+    "cat along inputs": lambda w: torch.cat([w, w], 1),
+    "cat of two formats": lambda w: torch.cat([w, as_dense(w)]),
+    "sum": lambda w: w.sum(),
+    "view": lambda w: w.reshape(2, -1),
+    "index": lambda w: w[torch.tensor([4, 0, 0])],
+}
+
+
+@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_anything_else_is_done_with_the_dense_weight(text: str, other: str) -> None:
+    weight = stored_weight(text)
+    found, expected = OTHERS[other](weight), OTHERS[other](weight.dense())
+    assert torch.equal(as_dense(found), expected)
+
+
+def test_orders_that_differ_are_not_joined() -> None:
+    one, other = stored_weight("int8/g16/f32+z+order"), stored_weight("int8/g16/f32+z+order", seed=1)
+    joined = torch.cat([one, other])
+    assert not isinstance(joined, StoredWeight)
+    assert torch.equal(joined, torch.cat([one.dense(), other.dense()]))
+
+
+def test_a_product_is_that_of_the_dense_weight() -> None:
+    weight, x = (
+        torch.nn.Parameter(stored_weight("int4/g32/f16+z"), requires_grad=False),
+        torch.randn(3, 64).bfloat16(),
+    )
+    with torch.no_grad():
+        assert torch.equal(F.linear(x, weight), F.linear(x, weight.dense()))  # type: ignore[attr-defined]
+
+
+def test_it_is_not_written_to() -> None:
+    with pytest.raises(RuntimeError, match="writes into a weight that is stored as int4/row/bf16"):
+        stored_weight("int4/row/bf16").mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("part", "word"),
+    [
+        ({"codes": torch.zeros(6, 32, dtype=torch.int8)}, "codes are torch.int8"),
+        ({"scales": torch.ones(6, 3, dtype=torch.float16)}, "scales are"),
+        ({"scales": torch.ones(6, 2)}, "scales are torch.float32"),
+        ({"zeros": None}, "do not fit"),
+        ({"zeros": torch.zeros(5, 2, dtype=torch.uint8)}, "zeros are"),
+        ({"order": torch.arange(64, dtype=torch.int32)}, "do not fit"),
+    ],
+    ids=str,
+)
+def test_parts_that_do_not_fit(part: dict[str, torch.Tensor | None], word: str) -> None:
+    weight = stored_weight("int4/g32/f16+z")
+    with pytest.raises(ValueError, match=word):
+        weight.replaced(**part)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "int5/g32/f16",
+        "affine5/g32/f32",
+        "affine/g32/f32",
+        "int4/g32",
+        "int4/g-1/f16",
+        "e2m1/row/f64",
+        "",
+    ],
+)
+def test_formats_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"no weight format"):
+        WeightFormat.parse(text)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6, 64), (130, 200), (64, 1024)])
+@pytest.mark.parametrize("text", ["int4/row/bf16", "int8/row/f32", "int4/g64/f16", "int4/g32/f16+z+order"])
+def test_the_kernel_reads_the_codes_as_they_are(text: str, outputs: int, inputs: int) -> None:
+    weight = stored_weight(text, outputs, inputs).to(torch.float32)
+    assert isinstance(weight, StoredWeight) and not unpackable(weight.form)
+    x = torch.randn(5, inputs)
+    form = weight.form
+    given = (outputs, form.bits, form.group_size, 16, form.zeros, weight.order)
+    found = quantized_linear_cpu(x, pack_stored(weight), None, *given)
+    expected = F.linear(x.double(), weight.dense().double())
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
