@@ -1,1 +1,0 @@
-"""Plans of memory: what a model takes, and the best size of its blocks."""
