@@ -1,4 +1,4 @@
-"""The pool of a model's states: how many slots it has, and what of a memory that takes."""
+"""Sizes the pool of state slots and its share of the cache's memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 def num_slots_wanted(max_num_seqs: int) -> int:
-    """Slots that ``max_num_seqs`` sequences can use: each its own, and one more that it goes on from.
+    """Return the number of slots that ``max_num_seqs`` sequences can use: two each, to write and to continue from.
 
-    That is another's slot after a fork, and a snapshot after a prefix was found.
+    The second is another sequence's slot after a fork, or a snapshot after a prefix hit.
     """
     return 2 * max_num_seqs
 
@@ -21,14 +21,14 @@ def num_slots_wanted(max_num_seqs: int) -> int:
 def num_slots_in(
     memory: int, specs: Sequence[AnySpec], block_size: int, max_num_seqs: int, *, name: str = "kv_cache_memory"
 ) -> int:
-    """Slots to take off a memory before its rest is divided into blocks, see ``slots_that_fit``.
+    """Return the number of slots to subtract from memory before dividing it into blocks, see ``slots_that_fit``.
 
     Args:
-        memory: bytes of states, keys and values.
-        specs: what each layer stores.
+        memory: bytes for states, keys and values.
+        specs: cache specification of each layer.
         block_size: tokens per block.
-        max_num_seqs: most sequences at once; fewer run where there are fewer slots.
-        name: of the argument that gave the memory, for errors.
+        max_num_seqs: most sequences at once; with fewer slots, fewer run.
+        name: name of the memory argument in errors.
 
     Raises:
         ValueError: one sequence's two slots and a block of each layer do not fit.
@@ -39,12 +39,12 @@ def num_slots_in(
         needed = 2 * slot + block
         beside = f" and a block of {block_size} tokens ({block} bytes)" if block else ""
         raise ValueError(
-            f"{name}={memory} bytes holds no state: one sequence takes 2 slots of {slot} bytes{beside}, {needed} "
-            "bytes together; give it more memory"
+            f"{name}={memory} bytes is too small: one sequence takes 2 state slots of {slot} bytes{beside}, {needed} "
+            "bytes together; increase it"
         )
     if slots < max_num_seqs:
         logger.warning(
-            "%d slots of states, %d bytes each, fit into %d bytes: no more of max_num_seqs=%d sequences run at once",
+            "only %d state slots of %d bytes fit into %d bytes; fewer than max_num_seqs=%d sequences run at once",
             slots,
             slot,
             memory,
@@ -54,17 +54,17 @@ def num_slots_in(
 
 
 def slots_that_fit(memory: int, slot: int, block: int, max_num_seqs: int) -> int:
-    """Slots that are taken off a memory: as many as can be used, but no more than half of it holds where there are
+    """Return the number of slots in a memory: as many as can be used, but at most half of the memory if the model has
     keys and values, too.
 
     Args:
-        memory: bytes.
-        slot: bytes of one.
-        block: bytes of a block in all layers; 0 where there are no keys and values.
+        memory: size in bytes.
+        slot: bytes of a slot.
+        block: bytes of a block in all layers; 0 without keys and values.
         max_num_seqs: most sequences at once.
 
     Returns:
-        0 where not even one sequence's two slots and a block fit, or where there are no states.
+        The number; 0 if one sequence's two slots and a block do not fit, or without states.
     """
     if not slot or 2 * slot + block > memory:
         return 0
@@ -73,8 +73,9 @@ def slots_that_fit(memory: int, slot: int, block: int, max_num_seqs: int) -> int
 
 
 def snapshot_interval(specs: Sequence[AnySpec], block_size: int) -> int | None:
-    """Tokens of a prompt between two snapshots of its state: so many blocks, a power of two, that their keys and
-    values take no fewer bytes than a snapshot. None where there are no keys and values to weigh it against."""
+    """Return the number of prompt tokens between two snapshots of its state: the smallest power-of-two number of
+    blocks whose keys and values take at least the bytes of a snapshot. None without states, or without keys and
+    values."""
     slot, block = bytes_per_slot(specs), bytes_per_block(specs, block_size)
     if not slot or not block:
         return None

@@ -73,7 +73,7 @@ def test_a_key_that_is_not_known_is_named_as_one(copy: Path, said: Callable[...,
 def test_weights_of_another_shape_are_named(copy: Path, said: Callable[..., str]) -> None:
     change_config(copy, vocab_size=100)
     message = said(load_model, copy, "auto", False, CPU)
-    assert "'lm_head.weight' of shape [256, 64] where its config asks for [100, 64], and 1 more" in message
+    assert "'lm_head.weight' of shape [256, 64], but its config implies [100, 64], and 1 more" in message
 
 
 def test_an_adapter_is_named_as_one(tmp_path: Path, said: Callable[..., str]) -> None:

@@ -344,7 +344,7 @@ def test_weights_of_conv1d(
     with pytest.raises(ValueError, match="is quantised") as error:
         load_model(tmp_path, "float32", False, CPU)
     message = one_line(error.value)
-    assert f"'{owner}.weight' is of a Conv1D" in message and "pass the float checkpoint" in message
+    assert f"'{owner}.weight' belongs to a Conv1D" in message and "pass the float checkpoint" in message
 
 
 def test_a_head_beside_conv1d_is_read(tmp_path: Path) -> None:

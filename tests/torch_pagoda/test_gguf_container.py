@@ -118,10 +118,10 @@ def test_broken_bytes_are_named(case: str, tmp_path: Path) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Gguf], object], str]] = {
-    "alignment of 3": (entry("general.alignment", 3), "no power of two"),
-    "alignment of 0": (entry("general.alignment", 0), "no power of two"),
-    "alignment in words": (entry("general.alignment", "wide"), "no power of two"),
-    "an offset between": (offset("output_norm.weight", 130), "no multiple of 32"),
+    "alignment of 3": (entry("general.alignment", 3), "not a power of two"),
+    "alignment of 0": (entry("general.alignment", 0), "not a power of two"),
+    "alignment in words": (entry("general.alignment", "wide"), "not a power of two"),
+    "an offset between": (offset("output_norm.weight", 130), "not a multiple of the file's alignment, 32"),
     "an offset beyond": (offset("output_norm.weight", 1 << 40), "is truncated"),
     "one over the other": (
         offset("output_norm.weight", 96),

@@ -45,17 +45,15 @@ def test_slots_come_off_the_memory_first() -> None:
 def test_states_leave_half_of_a_small_memory_to_keys_and_values(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert counts(HYBRID, max_num_seqs=64, memory=20 * SLOT) == [10 * SLOT // BLOCK, 10]
-    assert f"10 slots of states, {SLOT} bytes each" in caplog.text and "max_num_seqs=64" in caplog.text
+    assert f"only 10 state slots of {SLOT} bytes" in caplog.text and "max_num_seqs=64" in caplog.text
     assert counts(HYBRID, max_num_seqs=64, memory=2 * SLOT + BLOCK) == [1, 2]
 
 
 def test_what_does_not_fit_is_refused_with_its_bytes() -> None:
-    with pytest.raises(
-        ValueError, match=rf"kv_cache_memory={2 * SLOT + BLOCK - 1} bytes holds no state.*{SLOT} bytes"
-    ):
+    with pytest.raises(ValueError, match=rf"kv_cache_memory={2 * SLOT + BLOCK - 1} bytes is too small.*{SLOT} bytes"):
         counts(HYBRID, memory=2 * SLOT + BLOCK - 1)
     with pytest.raises(
-        ValueError, match=rf"^free memory=5 bytes holds no state: one sequence takes 2 slots of {SLOT}"
+        ValueError, match=rf"^free memory=5 bytes is too small: one sequence takes 2 state slots of {SLOT}"
     ):
         counts(ALONE, free_memory=5)
 
