@@ -15,7 +15,7 @@ from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
-from ..passes.lower.npu.decode_attention import ANNOTATION as DECODE_ATTENTION
+from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.rewrite.fold_constants import fold_constants
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase

@@ -35,9 +35,9 @@ from ....graph.attention_node import PagedAttentionCall, paged_attention_nodes
 from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, value
 from ....graph.record import NoMatch, PassRecord
 from ....graph.traced import TracedGraph
+from ..attention.indexers import CAUSAL, sequence_ends
+from ..attention.paged_attention import causal_mask
 from ..call import Call
-from ..indexers import CAUSAL, sequence_ends
-from ..paged_attention import causal_mask
 from ..site import Site
 from .layout import LatentKeys, LayoutTracer, add_weight, forget_unread_merges, latent_keys, weight_rows
 from .parts import Query, heads_by_token, shared_by_token

@@ -18,7 +18,7 @@ from torch_pagoda.compiler.targets.npu import quantized_weights, weights
 from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
-from torch_pagoda.passes.lower.npu import quantized_linears
+from torch_pagoda.passes.lower.npu.quantized import quantized_linears
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4

@@ -15,7 +15,7 @@ from torch_pagoda.compiler.tolerance import TOLERANCE
 from torch_pagoda.compiler.verify import long_windows
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
-from torch_pagoda.passes.lower.npu import decode_attention
+from torch_pagoda.passes.lower.npu.attention import decode_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from legal_models import build_legal_model

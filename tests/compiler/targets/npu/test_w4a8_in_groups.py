@@ -16,7 +16,7 @@ from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.notes import QuantizedInputs
-from torch_pagoda.passes.lower.npu.quantized_inputs import QuantizedInputsOf
+from torch_pagoda.passes.lower.npu.quantized.quantized_inputs import QuantizedInputsOf
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, scheme_of
 from torch_pagoda.runtime.ops.npu.int4 import pack_int4, unpack_int4
 from torch_pagoda.runtime.ops.npu.numerics import bits_of_float, float_of_bits

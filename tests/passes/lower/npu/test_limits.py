@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from torch_pagoda.passes import PASSES
 from torch_pagoda.passes.graph.traced import UnsupportedModel
+from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.runtime.npu_target import NpuTarget, Product
 from torch_pagoda.runtime.ops.npu.limits import LIMITS, violations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from aten_graphs import run_graph
 
-from torch_pagoda.passes.lower.npu.attention import lower_npu_attention
+from torch_pagoda.passes.lower.npu.attention.attention import lower_npu_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from npu_graphs import assert_legal, graph_of, operators, refusals

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
+from torch_pagoda.passes.lower.npu.attention.indexers import lower_npu_indexers
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.indexers import lower_npu_indexers
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.attention.lightning_indexer import lightning_indexer
 from torch_pagoda.runtime.ops.npu.limits import violations

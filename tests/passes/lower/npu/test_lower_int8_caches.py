@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from torch_pagoda.passes import UnsupportedModel
-from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
+from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from npu_graphs import AttentionGraph, assert_legal, operators, refusals

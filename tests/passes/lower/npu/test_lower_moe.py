@@ -6,7 +6,7 @@ import pytest
 import torch
 from aten_graphs import run_graph
 
-from torch_pagoda.passes.lower.npu.moe import lower_npu_moe
+from torch_pagoda.passes.lower.npu.experts.moe import lower_npu_moe
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.moe.every_expert import every_expert
 from torch_pagoda.runtime.ops.moe.moe import moe_reference

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torch_pagoda.passes.graph.fx_nodes import value
-from torch_pagoda.passes.lower.npu.attention_routes import Heads, bytes_per_decoded_token, routes_by_traffic
-from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
+from torch_pagoda.passes.lower.npu.attention.attention_routes import Heads, bytes_per_decoded_token, routes_by_traffic
+from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from npu_graphs import AttentionGraph, assert_legal, operators, refusals

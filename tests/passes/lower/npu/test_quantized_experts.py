@@ -17,8 +17,8 @@ from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.graph.traced import TracedGraph
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.fuse_experts import fuse_npu_experts
-from torch_pagoda.passes.lower.npu.quantized_experts import quantize_npu_experts
+from torch_pagoda.passes.lower.npu.experts.fuse_experts import fuse_npu_experts
+from torch_pagoda.passes.lower.npu.experts.quantized_experts import quantize_npu_experts
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.npu.limits import violations

@@ -11,8 +11,8 @@ from quantized_graphs import ROUNDED_LLAMA, TARGET, plain_reference, program_of,
 
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.lower.npu.call import Call
-from torch_pagoda.passes.lower.npu.fuse_quantization import fuse_npu_quantization
-from torch_pagoda.passes.lower.npu.quantized_linears import quantize_npu_linears
+from torch_pagoda.passes.lower.npu.quantized.fuse_quantization import fuse_npu_quantization
+from torch_pagoda.passes.lower.npu.quantized.quantized_linears import quantize_npu_linears
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.npu.limits import violations
 

@@ -13,10 +13,10 @@ from torch_pagoda.passes import PASSES
 from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
 from torch_pagoda.passes.graph.fx_nodes import shape, value
 from torch_pagoda.passes.graph.record import NoMatch
+from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.latent.attention import LATENT, absorb_latent_attention
 from torch_pagoda.passes.lower.npu.latent.layout import LayoutTracer, Rows
-from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
 from torch_pagoda.passes.rewrite.group_rope import group_rope
 from torch_pagoda.runtime.npu_target import NpuTarget

@@ -13,9 +13,9 @@ from torch import fx
 from torch_pagoda.compiler.weights.merged_weights import link_merged_weights
 from torch_pagoda.passes import PassRecord, UnsupportedModel
 from torch_pagoda.passes.graph.fx_nodes import shape, value
-from torch_pagoda.passes.lower.npu.indexers import lower_npu_indexers
+from torch_pagoda.passes.lower.npu.attention.indexers import lower_npu_indexers
+from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.latent.attention import absorb_latent_attention
-from torch_pagoda.passes.lower.npu.paged_attention import lower_npu_paged_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from npu_graphs import assert_legal, operators, refusals

@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.limits.attention import UNLIMITED
-from ....runtime.ops.reference import attention_reference
-from ...graph.attention_node import ATTENTION, AttentionCall
-from ...graph.fx_nodes import shape, value
-from ...graph.record import PassRecord
-from ...graph.traced import TracedGraph
+from .....runtime.ops.npu.limits.attention import UNLIMITED
+from .....runtime.ops.reference import attention_reference
+from ....graph.attention_node import ATTENTION, AttentionCall
+from ....graph.fx_nodes import shape, value
+from ....graph.record import PassRecord
+from ....graph.traced import TracedGraph
+from ..site import Site, lower_each
 from .paged_attention import causal_mask
-from .site import Site, lower_each
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _FREE, _GIVEN, _CAUSAL, _BAND = 0, 1, 2, 4

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ...graph.fx_nodes import value
-from ...graph.traced import UnsupportedModel
-from .site import Site
+from ....graph.fx_nodes import value
+from ....graph.traced import UnsupportedModel
+from ..site import Site
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 

@@ -30,15 +30,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.linear.quantized_weight import Quantization, scheme_of
-from ....runtime.ops.npu.limits import violations
-from ...graph.fx_nodes import callee, eliminate_dead_code, shape, value
-from ...graph.record import PassRecord
-from ...graph.traced import TracedGraph
-from .call import Call
-from .quantized_inputs import QuantizedInputsOf, fitting, why_wide
-from .quantized_linears import DTYPE_CODES
-from .site import Site
+from .....runtime.ops.linear.quantized_weight import Quantization, scheme_of
+from .....runtime.ops.npu.limits import violations
+from ....graph.fx_nodes import callee, eliminate_dead_code, shape, value
+from ....graph.record import PassRecord
+from ....graph.traced import TracedGraph
+from ..call import Call
+from ..quantized.quantized_inputs import QuantizedInputsOf, fitting, why_wide
+from ..quantized.quantized_linears import DTYPE_CODES
+from ..site import Site
 
 _npu = torch.ops.npu
 

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.moe import moe
-from ....runtime.ops.moe.every_expert import every_expert
-from ...graph.fx_nodes import callee, shape, value
-from ...graph.record import PassRecord
-from ...graph.traced import TracedGraph
-from .activations import lower_activation, lower_gated
-from .site import Site, lower_each
+from .....runtime.ops.moe import moe
+from .....runtime.ops.moe.every_expert import every_expert
+from ....graph.fx_nodes import callee, shape, value
+from ....graph.record import PassRecord
+from ....graph.traced import TracedGraph
+from ..activations import lower_activation, lower_gated
+from ..site import Site, lower_each
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _COUNTS, _PER_ROW = 1, 0

@@ -32,16 +32,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from ....runtime.ops.linear.quantized_weight import Quantization, scheme_of
-from ....runtime.ops.linear.weight_format import InputScale, WeightFormat
-from ....runtime.ops.npu.limits.quantized import INT4_GROUP_SIZES, QINT8
-from ...graph.fx_nodes import eliminate_dead_code, shape, value
-from ...graph.record import PassRecord
-from ...graph.routers import chooses_experts
-from ...graph.traced import TracedGraph
-from .linears import sizes_like
+from .....runtime.ops.linear.quantized_weight import Quantization, scheme_of
+from .....runtime.ops.linear.weight_format import InputScale, WeightFormat
+from .....runtime.ops.npu.limits.quantized import INT4_GROUP_SIZES, QINT8
+from ....graph.fx_nodes import eliminate_dead_code, shape, value
+from ....graph.record import PassRecord
+from ....graph.routers import chooses_experts
+from ....graph.traced import TracedGraph
+from ..linears import sizes_like
+from ..site import Site
 from .quantized_inputs import QuantizedInputsOf, fitting, why_wide
-from .site import Site
 
 _aten, _npu = torch.ops.aten, torch.ops.npu
 DTYPE_CODES = {torch.bfloat16: 15, torch.float16: 5, torch.float32: 6}

@@ -28,20 +28,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.attention.gathered_attention import gathered_attention
-from ....runtime.ops.attention.int8_rows import quantize_rows
-from ....runtime.ops.npu.limits import violations
-from ....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
-from ...graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
-from ...graph.fx_nodes import cache_index, callee, shape, value
-from ...graph.record import PassRecord
-from ...graph.traced import TracedGraph, UnsupportedModel
+from .....runtime.ops.attention.gathered_attention import gathered_attention
+from .....runtime.ops.attention.int8_rows import quantize_rows
+from .....runtime.ops.npu.limits import violations
+from .....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
+from ....graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
+from ....graph.fx_nodes import cache_index, callee, shape, value
+from ....graph.record import PassRecord
+from ....graph.traced import TracedGraph, UnsupportedModel
+from ..call import Call
+from ..sink_transposes import transposes_heads
+from ..site import Site, lower_each
 from .attention_routes import Heads, routes_by_traffic
 from .cache_rows import block_and_offset, write_rows
-from .call import Call
 from .decode_attention import note_decoded, why_not_decoded
-from .sink_transposes import transposes_heads
-from .site import Site, lower_each
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _CAUSAL, _BAND = 3, 4

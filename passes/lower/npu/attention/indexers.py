@@ -24,13 +24,13 @@ from functools import partial
 import torch
 from torch import fx
 
-from ....runtime.npu_target import Product
-from ....runtime.ops.attention.lightning_indexer import lightning_indexer
-from ...graph.fx_nodes import cache_index, callee, shape, value
-from ...graph.record import PassRecord
-from ...graph.traced import TracedGraph, UnsupportedModel
+from .....runtime.npu_target import Product
+from .....runtime.ops.attention.lightning_indexer import lightning_indexer
+from ....graph.fx_nodes import cache_index, callee, shape, value
+from ....graph.record import PassRecord
+from ....graph.traced import TracedGraph, UnsupportedModel
+from ..site import Site, lower_each
 from .cache_rows import block_and_offset, write_rows
-from .site import Site, lower_each
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 CAUSAL = 3

@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.npu_target import NpuTarget
-from ....runtime.ops.npu.limits import violations
-from ....runtime.window_blocks import WINDOW_LENS, window_blocks
-from ...graph.attention_node import PagedAttentionCall
-from ...graph.custom_notes import custom_note, put_custom_note
-from ...graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
-from ...graph.traced import TracedGraph
+from .....runtime.npu_target import NpuTarget
+from .....runtime.ops.npu.limits import violations
+from .....runtime.window_blocks import WINDOW_LENS, window_blocks
+from ....graph.attention_node import PagedAttentionCall
+from ....graph.custom_notes import custom_note, put_custom_note
+from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
+from ....graph.traced import TracedGraph
+from ..call import Call
+from ..site import inline
 from .attention_routes import Heads
-from .call import Call
-from .site import inline
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _KERNEL = _npu.npu_fused_infer_attention_score.default

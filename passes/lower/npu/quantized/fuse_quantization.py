@@ -27,14 +27,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.limits import violations
-from ....runtime.ops.npu.limits.quantized import QINT8
-from ...graph.data_movement import RESHAPES
-from ...graph.fx_nodes import argument, callee, shape, value
-from ...graph.record import PassRecord
-from ...graph.rewrite_each import rewrite_each
-from ...graph.traced import TracedGraph
-from .call import Call
+from .....runtime.ops.npu.limits import violations
+from .....runtime.ops.npu.limits.quantized import QINT8
+from ....graph.data_movement import RESHAPES
+from ....graph.fx_nodes import argument, callee, shape, value
+from ....graph.record import PassRecord
+from ....graph.rewrite_each import rewrite_each
+from ....graph.traced import TracedGraph
+from ..call import Call
 
 _aten, _npu = torch.ops.aten, torch.ops.npu
 

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops.npu.limits import violations
-from ...graph.fx_nodes import argument, callee, shape, value
-from ...graph.record import PassRecord
-from ...graph.rewrite_each import rewrite_each
-from ...graph.traced import TracedGraph
-from .call import Call
+from .....runtime.ops.npu.limits import violations
+from ....graph.fx_nodes import argument, callee, shape, value
+from ....graph.record import PassRecord
+from ....graph.rewrite_each import rewrite_each
+from ....graph.traced import TracedGraph
+from ..call import Call
 
 _aten, _npu = torch.ops.aten, torch.ops.npu
 _FUSED = _npu.npu_grouped_matmul_swiglu_quant_v2.default

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from ....runtime.ops.linear.quantized_weight import Quantization
-from ....runtime.ops.linear.stored_weight import StoredWeight
-from ....runtime.ops.linear.weight_format import WeightFormat
-from ....runtime.ops.npu.int4 import PER_INT32
-from ...graph.fx_nodes import shape, value
-from ...graph.notes import QuantizedInputs
-from ...graph.traced import TracedGraph
+from .....runtime.ops.linear.quantized_weight import Quantization
+from .....runtime.ops.linear.stored_weight import StoredWeight
+from .....runtime.ops.linear.weight_format import WeightFormat
+from .....runtime.ops.npu.int4 import PER_INT32
+from ....graph.fx_nodes import shape, value
+from ....graph.notes import QuantizedInputs
+from ....graph.traced import TracedGraph
 
 
 def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | str:

@@ -1,0 +1,1 @@
+"""Lowering of attention, its caches and its indexers to Ascend's operators."""

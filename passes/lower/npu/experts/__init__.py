@@ -1,0 +1,1 @@
+"""Lowering of mixtures of experts to Ascend's operators."""

@@ -1,0 +1,1 @@
+"""Lowering of products with quantized weights to Ascend's operators."""
