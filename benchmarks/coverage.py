@@ -8,7 +8,7 @@ module run by transformers, each prompt alone.
     python benchmarks/coverage.py --json coverage.json --markdown coverage.md
     python benchmarks/coverage.py --refused refused.md                 # the table of docs/models.md
     python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
-    python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognise instead
+    python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognize instead
     python benchmarks/coverage.py --target npu --markdown npu.md       # what lowering for an Ascend NPU makes
     python benchmarks/coverage.py --quantization int8 --exact          # rounded weights, of the expected ones
 
@@ -99,7 +99,7 @@ class Row:
     result: str
     model_class: str = ""
     traces: bool | None = None
-    attention_recognised: int | None = None
+    attention_recognized: int | None = None
     attention_total: int | None = None
     logprob_error: float | None = None
     dropped_passes: list[str] = dataclasses.field(default_factory=list)
@@ -173,7 +173,7 @@ def examine(name: str, codegen: str, verify: str) -> Row:
         return row
     row.traces = True
     report = llm.compile_report
-    row.attention_recognised, row.attention_total = report.attention_recognised, report.attention_total
+    row.attention_recognized, row.attention_total = report.attention_recognized, report.attention_total
     row.dropped_passes = [name for name, _ in report.dropped_passes]
 
     batch = prompts(int(model.config.get_text_config().vocab_size))
@@ -339,7 +339,7 @@ def markdown(rows: list[Row]) -> str:
     ]
     for row in rows:
         traces = "" if row.traces is None else "yes" if row.traces else "no"
-        attention = "" if row.attention_total is None else f"{row.attention_recognised}/{row.attention_total}"
+        attention = "" if row.attention_total is None else f"{row.attention_recognized}/{row.attention_total}"
         error = "" if row.logprob_error is None else f"{row.logprob_error:.1e}"
         reason = row.reason.replace("|", "\\|")
         lines.append(f"| {row.name} | {row.result} | {traces} | {attention} | {error} | {row.seconds} | {reason} |")
@@ -414,7 +414,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--graph-mode", choices=GRAPH_MODES, default="ge", help="with --target npu (default ge)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")
     parser.add_argument("--exact", action="store_true", help="only the architectures of EXPECTED_EXACT")
-    parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognise instead")
+    parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognize instead")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
-"""How many norms, rotations, MLPs and MoE blocks of a model the passes recognise; used by ``coverage.py --fusions``.
+"""How many norms, rotations, MLPs and MoE blocks of a model the passes recognize; used by ``coverage.py --fusions``.
 
-What a model holds is counted by provenance (class names of modules, names of traced functions), what is recognised
+What a model holds is counted by provenance (class names of modules, names of traced functions), what is recognized
 by the canonical operators of the lowered graph: the two are independent.
 """
 
@@ -11,18 +11,18 @@ from collections import Counter
 from typing import Any
 
 TARGETS = {"norm": 0.98, "rope": 0.95, "gated_mlp": 0.98, "moe": 0.90}
-"""Kind → the share that has to be recognised over all architectures."""
+"""Kind → the share that has to be recognized over all architectures."""
 
 
 @dataclasses.dataclass
 class FusionRow:
-    """What one architecture holds and what of it is recognised.
+    """What one architecture holds and what of it is recognized.
 
     Attributes:
         name: of the architecture.
         refused: why it is not compiled at all, "" when it is.
         expected: kind → number in the untouched graph.
-        matched: kind → number recognised.
+        matched: kind → number recognized.
         missed: ``(kind, module, reason)`` of the rest.
         layer_before: operators of the busiest decoder layer of the untouched graph.
         layer_after: of the lowered one.
@@ -45,7 +45,7 @@ def fusions_of(name: str, model: Any) -> FusionRow:
     row = FusionRow(name, refused=found.refused)
     if found.refused:
         return row
-    for each in found.recognised:
+    for each in found.recognized:
         row.expected[each.kind], row.matched[each.kind] = each.expected, each.matched
         row.missed += [(each.kind, missed.module, missed.reason) for missed in each.missed]
     row.layer_before = max((len(layer.operators_before) for layer in found.layers), default=0)
@@ -62,7 +62,7 @@ def fusion_tables(rows: list[FusionRow]) -> str:
         expected.update(row.expected)
         matched.update(row.matched)
     lines = [f"{len(compiled)} architectures compile, {len(rows) - len(compiled)} are refused", ""]
-    lines += ["| kind | recognised | of | rate | target |", "|---|---|---|---|---|"]
+    lines += ["| kind | recognized | of | rate | target |", "|---|---|---|---|---|"]
     for kind, total in expected.items():
         if total:
             target = f"{TARGETS[kind]:.0%}" if kind in TARGETS else ""

@@ -34,7 +34,7 @@ PROMPT = 32
 
 
 class BlankProgram:
-    """Obeys ``runtime.program.Program``; its logits favour the token after the last one."""
+    """Obeys ``runtime.program.Program``; its logits favor the token after the last one."""
 
     def __init__(self, vocab_size: int = 1024) -> None:
         self.caches = [CacheSpec(1, 8, 8, torch.float32)]

@@ -91,7 +91,7 @@ def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
             untouched = to_aten(captured.traced.copy(), captured.context)
         except Exception:  # masks made under vmap, which only passes take away
             untouched = None
-        # Lowering swallows norms and rotations; what was recognised is seen best before.
+        # Lowering swallows norms and rotations; what was recognized is seen best before.
         canonical_report = CompileReport(name)
         canonical = run_pipeline(captured, CompileOptions(codegen="none", target="cpu"), None, canonical_report)
         captured.traced.npu = NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Paged blocks against contiguous reservations, on the same memory: utilisation, memory, batch size, throughput.
+"""Paged blocks against contiguous reservations, on the same memory: utilization, memory, batch size, throughput.
 
     python benchmarks/paged_vs_contiguous.py --out results
     python benchmarks/paged_vs_contiguous.py --count    # what lengths alone decide: all but the rates, in a minute
@@ -14,7 +14,7 @@ log-normal with mean L and a standard deviation of 0.5 of the logarithm, cut at 
 All are there from the beginning. The cache has room for ``--reservations`` times ``max_model_len`` tokens, once for
 each number given. The default headroom of 2 is what makes contiguous reservations 38 % full, as claimed, or nearly.
 
-  utilisation        tokens stored / token slots of the blocks that are allocated, mean over the saturated steps:
+  utilization        tokens stored / token slots of the blocks that are allocated, mean over the saturated steps:
                      those after which requests still wait
   of the whole cache tokens stored / token slots of the cache, likewise
   mean, largest batch sequences that hold blocks, likewise
@@ -98,12 +98,12 @@ class CacheUse:
             self.samples.append((tokens, blocks, running))
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Mean of tokens stored / slots allocated."""
         return statistics.fmean(tokens / (blocks * self.block_size) for tokens, blocks, _ in self.samples)
 
     @property
-    def cache_utilisation(self) -> float:
+    def cache_utilization(self) -> float:
         """Mean of tokens stored / slots of the whole cache."""
         return statistics.fmean(tokens for tokens, _, _ in self.samples) / (self.num_blocks * self.block_size)
 
@@ -223,8 +223,8 @@ def compare(
         blocks = same_batch_blocks(program.caches, length, block_size, longest, seed)
         rates = [each.tokens_per_second for each in runs[side]]
         figures[side] = {
-            "utilisation": use.utilisation,
-            "cache_utilisation": use.cache_utilisation,
+            "utilization": use.utilization,
+            "cache_utilization": use.cache_utilization,
             "mean_batch": use.mean_batch,
             "largest_batch": use.largest_batch,
             "tokens_per_second": statistics.median(rates),
@@ -253,8 +253,8 @@ def table_row(case: dict[str, Any], weights: int) -> list[object]:
     row = [
         case["length"],
         case["reservations"],
-        f"{old['utilisation']:.1%} → {new['utilisation']:.1%}",
-        f"{old['cache_utilisation']:.1%} → {new['cache_utilisation']:.1%}",
+        f"{old['utilization']:.1%} → {new['utilization']:.1%}",
+        f"{old['cache_utilization']:.1%} → {new['cache_utilization']:.1%}",
         f"{saved(0)} ({saved(weights)})" if weights else saved(0),
         f"{old['largest_batch']} → {new['largest_batch']}",
         f"{old['mean_batch']:.2f} → {new['mean_batch']:.2f}",
@@ -275,7 +275,7 @@ def tables(result: dict[str, Any]) -> str:
     columns = [
         "mean length",
         "cache / max_model_len",
-        "utilisation",
+        "utilization",
         "of the whole cache",
         f"KV memory for {SAME_BATCH} at a time" + (" (with weights)" if weights else ""),
         "largest batch",
@@ -286,7 +286,7 @@ def tables(result: dict[str, Any]) -> str:
     if weights:
         columns += ["tokens/s", "ratio (claimed)"]
     rows = [table_row(case, weights) for case in result["cases"]]
-    claims = "claimed: utilisation 38 % → 85 %, memory −41 %, largest batch 1 → 3\n"
+    claims = "claimed: utilization 38 % → 85 %, memory −41 %, largest batch 1 → 3\n"
     return "contiguous → paged\n\n" + markdown_table(columns, rows) + "\n" + claims
 
 
@@ -299,7 +299,7 @@ def plot(out: Path | None, result: dict[str, Any]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 4))
     for axis, key, title in zip(
         axes,
-        ("utilisation", "mean_batch", "tokens_per_second"),
+        ("utilization", "mean_batch", "tokens_per_second"),
         ("tokens stored / slots allocated", "mean batch", "generated tokens/s"),
         strict=True,
     ):

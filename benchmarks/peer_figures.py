@@ -95,7 +95,7 @@ def fractions(run: Mapping[str, Any], label: str) -> dict[str, float]:
 
 
 def ratios(run: Mapping[str, Any], ours: str, theirs: str) -> dict[str, list[float]]:
-    """Round by round, above 1 in favour of ours; of the figures that both have."""
+    """Round by round, above 1 in favor of ours; of the figures that both have."""
     a, b = figures(run["sides"][ours]), figures(run["sides"][theirs])
     return {
         figure: [
@@ -151,7 +151,7 @@ def tables(runs: Sequence[Mapping[str, Any]]) -> str:
             if run.get("limits"):
                 limits.append(_limits_of(run))
         lines += [f"### {shape}, {weights}, {threads} threads\n", markdown_table(COLUMNS, rows)]
-        lines.append("A ratio above 1 is in favour of torch-pagoda. Limits in the same runs:\n")
+        lines.append("A ratio above 1 is in favor of torch-pagoda. Limits in the same runs:\n")
         lines += [*limits, ""]
     return "\n".join(lines)
 
@@ -175,7 +175,7 @@ def _limits_of(run: Mapping[str, Any]) -> str:
 
 
 def plot(runs: Sequence[Mapping[str, Any]], out: Path | None) -> None:
-    """A figure for each shape and width: bars of the ratios, those of one pair in one colour."""
+    """A figure for each shape and width: bars of the ratios, those of one pair in one color."""
     plt = plotter(out)
     if plt is None or out is None:
         return

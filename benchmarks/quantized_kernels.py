@@ -88,7 +88,7 @@ def by_pagoda(bits: int, group_size: int, input_bits: int) -> Callable[[torch.Te
 
 
 def by_stored(spelled: str) -> Callable[[torch.Tensor], tuple[Kernel, int]]:
-    """pagoda's over random codes in a format of quantised checkpoints."""
+    """pagoda's over random codes in a format of quantized checkpoints."""
 
     def make(weight: torch.Tensor) -> tuple[Kernel, int]:
         form, (outputs, inputs) = WeightFormat.parse(spelled), weight.shape

@@ -204,7 +204,7 @@ class Tally:
             "recomputed_share": self.recomputed_tokens / max(1, self.computed_tokens),
             "prefix_hit_rate": stats["prefix_hit_rate"],
             "evictions": stats["evictions"],
-            "block_utilisation": {
+            "block_utilization": {
                 "mean": self._block_seconds / (manager.num_blocks * (self.model_seconds or 1.0)),
                 "peak": stats["blocks_used_peak"] / manager.num_blocks,
             },

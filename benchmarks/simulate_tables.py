@@ -34,7 +34,7 @@ def run_tables(runs: list[dict[str, Any]]) -> str:
         ("recomputed tokens", lambda r: f"{r['recomputed_tokens']:,} ({r['recomputed_share']:.1%})"),
         ("prefix hits", lambda r: _share(r["prefix_hit_rate"])),
         ("evictions", lambda r: f"{r['evictions']:,}"),
-        ("blocks used, mean / peak", lambda r: " / ".join(_share(x) for x in r["block_utilisation"].values())),
+        ("blocks used, mean / peak", lambda r: " / ".join(_share(x) for x in r["block_utilization"].values())),
     ]
     scheduler = [
         ("scheduled sequences", lambda r: f"{r['scheduler']['scheduled']:,}"),

@@ -47,7 +47,7 @@ def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def interleave_heads(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of queries or keys ``[heads · dim, in]`` for rotation of neighbours, where dim/2 apart were rotated."""
+    """Rows of queries or keys ``[heads · dim, in]`` for rotation of neighbors, where dim/2 apart were rotated."""
     rows, width = weight.shape
     return weight.reshape(heads, 2, rows // heads // 2, width).swapaxes(1, 2).reshape(rows, width)
 
@@ -104,7 +104,7 @@ def add_experts(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
 def mxfp4_blocks(blocks: np.ndarray, exponents: np.ndarray) -> np.ndarray:
     """Rows ``[experts, out, in / 32 · 17]`` of llama.cpp, of blocks ``[experts, out, in / 32, 16]`` and their scales.
 
-    A byte of a block holds neighbours in the checkpoint, and numbers that lie 16 apart for llama.cpp.
+    A byte of a block holds neighbors in the checkpoint, and numbers that lie 16 apart for llama.cpp.
     """
     codes = np.stack((blocks & 15, blocks >> 4), -1).reshape(*blocks.shape[:-1], 2, 16)
     packed = codes[..., 0, :] | codes[..., 1, :] << 4

@@ -47,7 +47,7 @@ def pagoda(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend: recognise attention in a Dynamo graph, fuse on its ATen graph, and hand that to inductor.
+    """The backend: recognize attention in a Dynamo graph, fuse on its ATen graph, and hand that to inductor.
 
     Works with whatever cache the caller keeps (none, DynamicCache, StaticCache): masks stay tensors and cache
     updates stay where they are. For paged caches and batching see ``torch_pagoda.LLM`` and ``torch_pagoda.compile``.
@@ -74,7 +74,7 @@ def pagoda(
         _warn_of_training(why)
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
     if _is_autocast(gm, example_inputs):
-        # What is recognised has one dtype throughout; autocast chooses one for every operator.
+        # What is recognized has one dtype throughout; autocast chooses one for every operator.
         log.warning(
             "this graph runs under torch.autocast, so it goes to inductor unrewritten; load the model in the dtype "
             "that it shall compute in, and leave autocast out, to have it rewritten"

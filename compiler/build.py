@@ -105,7 +105,7 @@ def build_unpacked(
         check_state(type(model), config)
     if has_stored_parameters(model) and options.quantization is not None:
         raise ValueError(
-            f"quantization={options.quantization!r}: the checkpoint is quantised already and is served as it is "
+            f"quantization={options.quantization!r}: the checkpoint is quantized already and is served as it is "
             "stored; leave quantization out, or pass the float checkpoint that it was made from"
         )
     if options.input_bits is not None and not has_stored_parameters(model):
@@ -256,7 +256,7 @@ def _link_for_npu(
         verdict = check(linked(eager), reference, weight_bits=bits)
         if not verdict.ok:
             remedy = "leave quantization out" if options.quantization else "use target='cpu'"
-            raise UnsupportedModel(f"{report.model}: with quantised weights {verdict.reason}; {remedy}")
+            raise UnsupportedModel(f"{report.model}: with quantized weights {verdict.reason}; {remedy}")
         report.verdict = verdict
     decode = _decode_calls(linked, traced, eager, reference, report)
     if asked := asked_for(options.schedule):

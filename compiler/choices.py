@@ -21,7 +21,7 @@ class Choices:
             it is (``codegen="none"``); 2 adds the fusions.
         passes: ``{"skip": [names]}``, or ``{"only": [names]}``, which chooses among the optional ones, of any level:
             those that a program cannot be made without and those that an option of their own asks for run beside
-            them. One that reads what another recognises (``merge_linears`` what ``recognise_linear`` does) needs that
+            them. One that reads what another recognizes (``merge_linears`` what ``recognize_linear`` does) needs that
             one named too. {} runs all of the level.
         verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
             each pass; "off" trusts.

@@ -32,7 +32,7 @@ CONFLICTS: dict[str, dict[str, str]] = {
     "group_size=0": {"quantization=None": _GROUPS},
     "input_bits": {
         **{f"quantization='{name}{rest}'": _ROUNDED for name in ("int8", "int4") for rest in ("", "-weight-only")},
-        "backend='pagoda'": f"nothing is quantised there; {_LEFT_OUT}",
+        "backend='pagoda'": f"nothing is quantized there; {_LEFT_OUT}",
     },
     "codegen='inductor'": {"target='npu'": "use 'ge', 'aclgraph', 'none' or 'auto'"},
     "codegen='ge'": {"target='cpu'": "use 'inductor', 'none' or 'auto', or target='npu'"},

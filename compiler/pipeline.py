@@ -80,7 +80,7 @@ def run_pipeline(
         else:
             if captured.repeat is not None:
                 found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, stages))
-                report.attention_recognised = report.attention_total = len(list(paged_attention_nodes(found.traced)))
+                report.attention_recognized = report.attention_total = len(list(paged_attention_nodes(found.traced)))
             if reference is not None:
                 report.verdict = _difference(captured, found.traced, found.captured, reference)
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
@@ -185,7 +185,7 @@ def _hold_weights(
     records = run_passes(traced, passes)
     report.passes += records
     for record in records:
-        rounds = quantization and record.name in ("quantise_linears", "quantise_npu_linears")
+        rounds = quantization and record.name in ("quantize_linears", "quantize_npu_linears")
         if rounds and not record.matches:
             why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
             raise UnsupportedModel(

@@ -66,7 +66,7 @@ class CompileReport:
     Attributes:
         model: class name.
         passes: one record per pass, in order.
-        attention_recognised: attention calls that read the paged cache.
+        attention_recognized: attention calls that read the paged cache.
         attention_total: those and the ones that were left over.
         verdict: of the self-check on the finished program; None when it was off.
         dropped_passes: passes that the self-check took out, with the reason.
@@ -87,7 +87,7 @@ class CompileReport:
 
     model: str
     passes: list[PassRecord] = field(default_factory=list)
-    attention_recognised: int = 0
+    attention_recognized: int = 0
     attention_total: int = 0
     verdict: Verdict | None = None
     dropped_passes: list[tuple[str, str]] = field(default_factory=list)

@@ -93,7 +93,7 @@ def registered_passes() -> list[str]:
 def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -> list[Pass]:
     """``passes`` with the registered ones in their places, and ``patterns`` on the ATen graph.
 
-    A pattern runs twice: before anything is recognised, for patterns over torch's own operators, and at the end, for
+    A pattern runs twice: before anything is recognized, for patterns over torch's own operators, and at the end, for
     patterns over ``pagoda::`` operators.
     """
     result: list[Pass] = []

@@ -23,7 +23,7 @@ QUESTIONS = [
     "Which text has it read?",
     "How was it trained?",
     "What does it not know?",
-    "Which licence does it have?",
+    "Which license does it have?",
     "How well does it do on text that it has not read?",
 ]
 

@@ -58,7 +58,7 @@ the two losses below show.
 
 On the held-out text that is {bits:.2f} bits per character.
 
-## Text and licence
+## Text and license
 
 {documents} documents, {training_tokens:,} training tokens: the prose of docstrings and comments in the
 standard library of Python {python}, of the docstrings of its compiled modules, and of the language
@@ -66,7 +66,7 @@ reference (`pydoc_data.topics`); code, tables and duplicates are left out. The t
 Python Software Foundation, licensed under the Python Software Foundation License Version 2 (PSF-2.0,
 https://docs.python.org/3/license.html); some modules carry further permissive notices of their authors,
 which that page lists. The weights and the tokenizer are derived from it and offered under the same
-licence.
+license.
 """
 
 
@@ -246,7 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--steps", type=int, default=5000, help="optimiser steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=30, help="stop after so long (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step (default: %(default)s)")

@@ -30,22 +30,22 @@ from .lower.npu.spell_out_complex import spell_out_complex
 from .lower.npu.spell_out_leftovers import spell_out_leftovers
 from .lower.npu.split_products import split_products
 from .lower.npu.states import lower_npu_states
-from .recognise.activation import recognise_activation
-from .recognise.classify_masks import classify_masks
-from .recognise.eager_attention import recognise_eager_attention
-from .recognise.gated_activation import recognise_gated_activation
-from .recognise.gated_norm import recognise_gated_norm
-from .recognise.indexed_attention import recognise_indexed_attention
-from .recognise.layer_norm import recognise_layer_norm
-from .recognise.linear import recognise_linear
-from .recognise.moe import recognise_moe
-from .recognise.moe_routing import recognise_moe_routing
-from .recognise.relative_bias import recognise_relative_bias
-from .recognise.rms_norm import recognise_rms_norm
-from .recognise.rope import recognise_rope
-from .recognise.sdpa import recognise_sdpa
-from .recognise.short_conv import recognise_short_conv
-from .recognise.token_shift import recognise_token_shift
+from .recognize.activation import recognize_activation
+from .recognize.classify_masks import classify_masks
+from .recognize.eager_attention import recognize_eager_attention
+from .recognize.gated_activation import recognize_gated_activation
+from .recognize.gated_norm import recognize_gated_norm
+from .recognize.indexed_attention import recognize_indexed_attention
+from .recognize.layer_norm import recognize_layer_norm
+from .recognize.linear import recognize_linear
+from .recognize.moe import recognize_moe
+from .recognize.moe_routing import recognize_moe_routing
+from .recognize.relative_bias import recognize_relative_bias
+from .recognize.rms_norm import recognize_rms_norm
+from .recognize.rope import recognize_rope
+from .recognize.sdpa import recognize_sdpa
+from .recognize.short_conv import recognize_short_conv
+from .recognize.token_shift import recognize_token_shift
 from .rewrite.choose_rope_per_sequence import choose_rope_per_sequence
 from .rewrite.feed_positions import feed_positions
 from .rewrite.fold_constants import fold_constants
@@ -105,19 +105,19 @@ FIRST_OF_LOWERING = "lower_npu_indexers"
 
 PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.
-    Pass("recognise_sdpa", recognise_sdpa),
-    Pass("recognise_eager_attention", recognise_eager_attention),
+    Pass("recognize_sdpa", recognize_sdpa),
+    Pass("recognize_eager_attention", recognize_eager_attention),
     # These two take what depends on the tokens out of masks, so that the rest can be classified.
-    Pass("recognise_indexed_attention", recognise_indexed_attention),
-    Pass("recognise_relative_bias", recognise_relative_bias),
+    Pass("recognize_indexed_attention", recognize_indexed_attention),
+    Pass("recognize_relative_bias", recognize_relative_bias),
     # Needs attention nodes; must precede the cache, which takes no mask tensors.
     Pass("classify_masks", classify_masks),
     Pass("insert_paged_cache", insert_paged_cache),
     # Its keys lie in the blocks of a group of these.
     Pass("insert_index_cache", insert_index_cache),
     # They become operators that insert_state knows.
-    Pass("recognise_short_conv", recognise_short_conv),
-    Pass("recognise_token_shift", recognise_token_shift),
+    Pass("recognize_short_conv", recognize_short_conv),
+    Pass("recognize_token_shift", recognize_token_shift),
     # Its group comes behind those of the keys and values.
     Pass("insert_state", insert_state),
     # After the masks are gone: what is left of position arithmetic feeds embeddings and rotary tables.
@@ -128,19 +128,19 @@ PASSES: tuple[Pass, ...] = (
     # On the ATen graph. First what takes clutter away that would stand between the nodes of a pattern.
     Pass("remove_noops", remove_noops, "aten", level=1, required=False),
     Pass("slice_for_index", slice_for_index, "aten", level=1, required=False),
-    Pass("recognise_linear", recognise_linear, "aten", required=False),
+    Pass("recognize_linear", recognize_linear, "aten", required=False),
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="model"),
     # Before norms and activations, which occur in its blocks too; routing needs the blocks.
-    Pass("recognise_moe", recognise_moe, "aten", level=2, required=False),
-    Pass("recognise_moe_routing", recognise_moe_routing, "aten", level=2, required=False),
-    Pass("recognise_rms_norm", recognise_rms_norm, "aten", level=2, required=False),
-    Pass("recognise_layer_norm", recognise_layer_norm, "aten", level=2, required=False),
-    Pass("recognise_activation", recognise_activation, "aten", level=2, required=False),
+    Pass("recognize_moe", recognize_moe, "aten", level=2, required=False),
+    Pass("recognize_moe_routing", recognize_moe_routing, "aten", level=2, required=False),
+    Pass("recognize_rms_norm", recognize_rms_norm, "aten", level=2, required=False),
+    Pass("recognize_layer_norm", recognize_layer_norm, "aten", level=2, required=False),
+    Pass("recognize_activation", recognize_activation, "aten", level=2, required=False),
     # Needs the norms and the activations, and takes gates that would be gated activations in float32.
-    Pass("recognise_gated_norm", recognise_gated_norm, "aten", level=2, required=False, target="cpu"),
+    Pass("recognize_gated_norm", recognize_gated_norm, "aten", level=2, required=False, target="cpu"),
     # Needs the activations.
-    Pass("recognise_gated_activation", recognise_gated_activation, "aten", level=2, required=False),
-    Pass("recognise_rope", recognise_rope, "aten", level=2, required=False),
+    Pass("recognize_gated_activation", recognize_gated_activation, "aten", level=2, required=False),
+    Pass("recognize_rope", recognize_rope, "aten", level=2, required=False),
     # Once more for the tables that the rotations brought.
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="rotations"),
     # After the recognition of norms, whose 1 + weight stays the weight; what is left is computed when compiling.
@@ -151,7 +151,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("group_rope", group_rope, "aten", level=2, required=False),
     # After the recognition of rotations and gates, which read the single products.
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
-    # Needs all that was recognised: it knows which operators work on each token by itself.
+    # Needs all that was recognized: it knows which operators work on each token by itself.
     Pass("hoist_gather", hoist_gather, "aten", level=2, required=False),
     # Lowering, last: the passes above look for canonical operators and plain linears.
     # Before what attends the keys that are chosen.
@@ -178,13 +178,13 @@ PASSES: tuple[Pass, ...] = (
     ),
     # How weights are held, once the graph over plain ones has been compared. First what takes fewer bits.
     Pass("stored_linears", stored_linears, "weights", required=False, target="cpu"),
-    Pass("quantise_experts", quantize_experts, "weights", required=False, target="cpu"),
-    Pass("quantise_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
+    Pass("quantize_experts", quantize_experts, "weights", required=False, target="cpu"),
+    Pass("quantize_linears", quantize_linears, "weights", required=False, option="quantization", target="cpu"),
     # Likewise for an NPU, on its lowered graph.
-    Pass("quantise_npu_experts", quantize_npu_experts, "weights", required=False, target="npu"),
-    Pass("quantise_npu_linears", quantize_npu_linears, "weights", required=False, target="npu"),
+    Pass("quantize_npu_experts", quantize_npu_experts, "weights", required=False, target="npu"),
+    Pass("quantize_npu_linears", quantize_npu_linears, "weights", required=False, target="npu"),
     # Needs the roundings.
-    Pass("fuse_npu_quantisation", fuse_npu_quantization, "weights", level=2, required=False, target="npu"),
+    Pass("fuse_npu_quantization", fuse_npu_quantization, "weights", level=2, required=False, target="npu"),
     # Needs the activations that round.
     Pass("fuse_npu_experts", fuse_npu_experts, "weights", level=2, required=False, target="npu"),
     # Rounded products are invariant already; packed ones would not be.

@@ -40,7 +40,7 @@ FLOORS = {
         ),
         *("fingerprint", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
-    "passes": ("__init__", "rewrite", "lower proof recognise schedule", "graph"),
+    "passes": ("__init__", "rewrite", "lower proof recognize schedule", "graph"),
     "runtime": (
         *(
             "engine",
@@ -128,7 +128,7 @@ def test_no_import_goes_upwards():
     [
         ("runtime/engine/engine.py", "from ...passes import PASSES", "runtime/engine/engine.py imports /passes"),
         ("compiler/capture/trace.py", "from ..verify.self_check import check", "compiler/verify, which does not lie"),
-        ("passes/recognise/rope.py", "from ..lower.npu import limits", "passes/lower, which does not lie below"),
+        ("passes/recognize/rope.py", "from ..lower.npu import limits", "passes/lower, which does not lie below"),
         ("compiler/link/linker.py", "def f():\n    from torch_pagoda.compiler import build", "compiler/build, which"),
         ("runtime/cellar/wine.py", "from ..requests.request import Request", "runtime/cellar is on no floor"),
         (

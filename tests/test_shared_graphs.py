@@ -17,7 +17,7 @@ from torch_pagoda.compiler.options import selected_passes
 from torch_pagoda.compiler.verify.self_check import compared_steps, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.record import NoMatch
-from torch_pagoda.passes.recognise import rms_norm
+from torch_pagoda.passes.recognize import rms_norm
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 import graphs_on_disk

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from .runtime.requests.conversation import Message, render_conversation
-from .runtime.requests.tokenise import tokenise
+from .runtime.requests.tokenize import tokenize
 
 
 def chat_prompts(
@@ -29,7 +29,7 @@ def chat_prompts(
     Args:
         tokenizer: whose template it is.
         messages: a conversation, or a list of them.
-        max_model_len: what is longer is not tokenised to its end.
+        max_model_len: what is longer is not tokenized to its end.
         chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as for
             ``render_conversation``.
 
@@ -48,7 +48,7 @@ def chat_prompts(
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        token_ids = tokenise(text, tokenizer, max_model_len, add_special_tokens=False)
+        token_ids = tokenize(text, tokenizer, max_model_len, add_special_tokens=False)
         prompts.append({"prompt": text, "prompt_token_ids": token_ids})
     return prompts
 

@@ -49,7 +49,7 @@ def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: not a causal LM, quantised, an unknown option, or a value that cannot be.
+        ValueError: not a causal LM, quantized, an unknown option, or a value that cannot be.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a transformers causal LM")
@@ -58,7 +58,7 @@ def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
             f"model is a {type(model).__name__}, which is not a causal LM; load it with AutoModelForCausalLM"
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"model is a quantised {type(model).__name__}, which is not supported; load it in float")
+        raise ValueError(f"model is a quantized {type(model).__name__}, which is not supported; load it in float")
     split_options(options, owns_weights=False, known=ModelOptions)
     check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)

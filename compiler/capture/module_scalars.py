@@ -16,7 +16,7 @@ def recover_module_scalars(gm: fx.GraphModule) -> None:
     pass could tell what they are. A module's attribute hardly ever changes, and Dynamo guards the constant: if it
     does change, the graph is compiled again. Floats that the caller passes, such as a temperature, stay inputs.
 
-    This is how PyTorch itself specialises the floats that it cannot turn into tensors, only earlier: otherwise
+    This is how PyTorch itself specializes the floats that it cannot turn into tensors, only earlier: otherwise
     AOTAutograd asks for the same restart after the passes have run.
 
     Args:

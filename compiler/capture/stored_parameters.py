@@ -43,7 +43,7 @@ def placeholders_for_stored(model: nn.Module) -> Iterator[dict[int, nn.Parameter
 
 
 def has_stored_parameters(model: nn.Module) -> bool:
-    """Tell whether some of a model's weights are as a quantised checkpoint stores them."""
+    """Tell whether some of a model's weights are as a quantized checkpoint stores them."""
     return any(isinstance(parameter, StoredWeight) for parameter in model.parameters())
 
 

@@ -22,7 +22,7 @@ class Skeleton:
     """A model whose layers stand for those of a larger one.
 
     Attributes:
-        model: in eval mode, its weights uninitialised; it can be compiled and not run.
+        model: in eval mode, its weights uninitialized; it can be compiled and not run.
         representatives: for each layer of the whole model the layer of ``model`` that is like it. The first and the
             last represent themselves alone, for what lies around the layers is fused into them.
     """

@@ -153,7 +153,7 @@ class Describer:
             self._say(type(tensor).__name__, repr((name, tensor.dtype, layout, tensor.is_inference(), place)))
 
     def _add_stored(self, name: str, weight: StoredWeight, orders: dict[bytes, int]) -> None:
-        """A weight as a quantised checkpoint stores it; of orders only which weights share one."""
+        """A weight as a quantized checkpoint stores it; of orders only which weights share one."""
         form, dtype, transposed, order, input_scale = weight.stored_as
         shared = orders.setdefault(order, len(orders))
         said = (name, str(form), dtype, tuple(weight.shape), transposed, shared)

@@ -255,7 +255,7 @@ class LinkedProgram:
 
     @property
     def has_stored_weights(self) -> bool:
-        """Some weights are still as a quantised checkpoint stores them, which no kernel reads."""
+        """Some weights are still as a quantized checkpoint stores them, which no kernel reads."""
         return any(isinstance(given, StoredWeight) for given in self._args)
 
     def _unpack_stored(self, release: bool) -> int:

@@ -1,6 +1,6 @@
 """The files of a checkpoint: a digest of what they hold, and their tensors by name, mapped and not read.
 
-Of a quantised checkpoint the digest is of every byte: its codes are what is served, and one of them says as much as
+Of a quantized checkpoint the digest is of every byte: its codes are what is served, and one of them says as much as
 many digits of a float.
 """
 
@@ -28,7 +28,7 @@ class CheckpointFiles:
         weights: paths of safetensors files, or of those that ``raw`` maps.
         texts: what other files say of the model, by name.
         dtype: that weights are converted to; None for the checkpoint's own.
-        read: of a quantised checkpoint, a function of the dtype in which quantised weights are shown. It yields the
+        read: of a quantized checkpoint, a function of the dtype in which quantized weights are shown. It yields the
             tensors that a float checkpoint would hold behind their names, those weights as ``StoredWeight``. None for
             a float checkpoint.
         raw: of files of another kind, a function that maps their tensors and raises ``ValueError`` where it cannot.
@@ -58,17 +58,17 @@ class CheckpointFiles:
         return found
 
     def of_a_float_checkpoint(self, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
-        """The tensors by the names that a float checkpoint has, quantised ones as they are stored, shown in
+        """The tensors by the names that a float checkpoint has, quantized ones as they are stored, shown in
         ``dtype``.
 
         Raises:
-            ValueError: a file, or a quantised weight, cannot be read.
+            ValueError: a file, or a quantized weight, cannot be read.
         """
         return self.tensors().items() if self.read is None else self.read(dtype)
 
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of
-        the tensors where they are quantised."""
+        the tensors where they are quantized."""
         digest = hashlib.sha256()
         tensors = self.tensors()
         if self.read is None:

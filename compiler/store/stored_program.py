@@ -71,7 +71,7 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> dict[st
         if id(tensor) in names:
             weights[name] = names[id(tensor)]
         elif isinstance(tensor, StoredWeight):
-            raise CannotStore(f"{name} is a view of a quantised weight")
+            raise CannotStore(f"{name} is a view of a quantized weight")
         elif (view := _view_of_weight(tensor, model)) is not None:
             weights[name] = view
         else:

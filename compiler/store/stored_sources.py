@@ -1,7 +1,7 @@
-"""Which weights of a quantised checkpoint a parameter is made of, as plain data, and making it of them again.
+"""Which weights of a quantized checkpoint a parameter is made of, as plain data, and making it of them again.
 
 transformers renames weights, stacks those of experts and lays the gates and ups of one under each other. What it made
-is recognised by its contents, as a parameter or expert by expert.
+is recognized by its contents, as a parameter or expert by expert.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def of_source(source: StoredSource, weights: Mapping[str, torch.Tensor], dtype: 
     for names in source.rows:
         rows = [weights.get(name) for name in names]
         if not all(isinstance(row, StoredWeight) for row in rows):
-            raise ValueError(f"the checkpoint does not hold {', '.join(names)} as quantised weights")
+            raise ValueError(f"the checkpoint does not hold {', '.join(names)} as quantized weights")
         stored = [row for row in rows if isinstance(row, StoredWeight)]
         first = stored[0]
         if any(row.stored_as != first.stored_as for row in stored):

@@ -63,7 +63,7 @@ class WarmStart:
         states: loaded modules of the framework → their digests.
         before: those and the sources that were loaded before the model was.
         facts: what else a server of the model has to know of its configs.
-        stored: the module's tensor → the checkpoint's quantised weights that it is made of.
+        stored: the module's tensor → the checkpoint's quantized weights that it is made of.
     """
 
     program: str
@@ -141,7 +141,7 @@ def describe_start(
         if isinstance(tensor, StoredWeight):
             made_of = stored_source(tensor, name, quantized)
             if made_of is None:
-                raise CannotStore(f"its files hold no quantised weights that make {name!r}")
+                raise CannotStore(f"its files hold no quantized weights that make {name!r}")
             stored[name] = made_of
             continue
         source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
@@ -158,7 +158,7 @@ def describe_start(
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype that the first quantised weight is shown in; any where there is none."""
+    """The dtype that the first quantized weight is shown in; any where there is none."""
     return next((tensor.dtype for tensor in named.values() if isinstance(tensor, StoredWeight)), torch.bfloat16)
 
 
@@ -227,7 +227,7 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
 
 
 def _shown(record: WarmStart) -> Iterator[str]:
-    """The dtypes that quantised weights are shown in."""
+    """The dtypes that quantized weights are shown in."""
     return (source.dtype for source in record.stored.values())
 
 

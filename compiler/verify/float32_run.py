@@ -176,8 +176,8 @@ def _look_up(node: fx.Node, runs: _Runs, widens: bool) -> bool:
     """Run ``embedding`` for all calls with the rows that they name; False where its table is there already."""
     tables = [n for n in node.all_input_nodes if isinstance(runs[0][n], Deferred)]
     others = [n for n in node.all_input_nodes if n not in tables]
-    renormalises = node.kwargs.get("max_norm") is not None or any(node.args[3:4])
-    if len(tables) != 1 or len(others) != 1 or renormalises:
+    renormalizes = node.kwargs.get("max_norm") is not None or any(node.args[3:4])
+    if len(tables) != 1 or len(others) != 1 or renormalizes:
         return False
     for values in runs:
         ids = values[others[0]]

@@ -23,16 +23,16 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
             f"{report.model} adds a bias by distance to attention scores, which is not lowered for an Ascend NPU "
             "yet; use target='cpu'"
         )
-    report.attention_recognised = len(list(paged_attention_nodes(traced)))
+    report.attention_recognized = len(list(paged_attention_nodes(traced)))
     left = _left_over(traced, report)
-    report.attention_total = report.attention_recognised + len(left)
+    report.attention_total = report.attention_recognized + len(left)
     if left:
         raise UnsupportedModel(f"{report.model}: {len(left)} attention calls cannot be paged: {left[0]}")
-    if not report.attention_recognised and not keeps_state:
-        recognisers = [record for record in report.passes if record.name.startswith("recognise_")]
-        near_misses = [r for record in recognisers for r in record.rejections] + mixers(traced)
+    if not report.attention_recognized and not keeps_state:
+        recognizers = [record for record in report.passes if record.name.startswith("recognize_")]
+        near_misses = [r for record in recognizers for r in record.rejections] + mixers(traced)
         why = f"; {rejection_line(near_misses[0])}" if near_misses else ""
-        raise UnsupportedModel(f"{report.model} has no attention that a pass recognises{why}")
+        raise UnsupportedModel(f"{report.model} has no attention that a pass recognizes{why}")
     found = mixers(traced)
     if found:
         raise UnsupportedModel(f"{report.model} cannot run many sequences in one step: {rejection_line(found[0])}")

@@ -3,7 +3,7 @@
 ``passes.rewrite.merge_linears`` notes which inputs are the rows of a merged one. The weights move when a graph is
 linked (:func:`link_merged_weights`), one merged tensor at a time, each source being freed before the next is copied.
 A parameter keeps its identity, values, shape and strides; only its storage is another one, which it shares with its
-neighbours. Parameters that already lie one after the other in one storage stay where they are: programs of one
+neighbors. Parameters that already lie one after the other in one storage stay where they are: programs of one
 module share its merged weights, and merging again changes nothing.
 """
 

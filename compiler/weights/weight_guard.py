@@ -18,7 +18,7 @@ _guards: weakref.WeakSet[WeightGuard] = weakref.WeakSet()
 class WeightGuard:
     """Remembers where every parameter and buffer of ``model`` lives.
 
-    A program reads the tensors that the module had when it was compiled. Values may change in place (an optimiser
+    A program reads the tensors that the module had when it was compiled. Values may change in place (an optimizer
     step, ``copy_``); a tensor that was replaced or moved would silently be ignored, so that raises instead, and so
     does an in-place change of one that the program holds a copy of, constants computed from, or numbers read off (a
     scale, the table of a mask). (Writes through ``.data`` go unseen.)

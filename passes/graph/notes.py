@@ -32,7 +32,7 @@ class PackedWeight:
 
 @dataclass(frozen=True)
 class QuantizedInputs:
-    """Graph inputs of a quantised product for Ascend, which linking makes of one weight.
+    """Graph inputs of a quantized product for Ascend, which linking makes of one weight.
 
     Attributes:
         source: the input that holds the weight, ``[out, in]``, or ``[in, out]`` where it is ``turned``; of experts
@@ -45,7 +45,7 @@ class QuantizedInputs:
         quantization: how the weight is rounded, or what stored codes are.
         scale_dtype: of scales and offsets; int64 stands for the bits of float32.
         turned: see ``source``.
-        stored: a quantised checkpoint stores the weight so.
+        stored: a quantized checkpoint stores the weight so.
         sums: input for 8 times the sum of the weights of each output, float32 ``[out]``, of experts ``[E, out]``;
             "" for none.
         whole_bias: input for what is added to the sums of whole numbers, int32 ``[out]``: ``bias`` in steps of the

@@ -22,7 +22,7 @@ from ..graph.token_dims import reads_tokens, token_dims
 from ..graph.traced import TracedGraph
 from .dependence import Depends
 
-_UNINITIALISED = frozenset("empty empty_like new_empty empty_strided".split())
+_UNINITIALIZED = frozenset("empty empty_like new_empty empty_strided".split())
 _PICKS_BY_INDEX = frozenset("getitem index_select setitem index_put_ gather index_add_ scatter_".split())
 _KEEPS_ROW_NUMBERS = frozenset("to view reshape expand unsqueeze long int repeat_interleave sort".split())
 
@@ -35,7 +35,7 @@ def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dic
     found = {}
     reads_size: set[fx.Node] = set()
     # What such storage holds is written later, by nodes that are looked at themselves.
-    uninitialised = {storage_key(node) for node in traced.graph.nodes if callee(node) in _UNINITIALISED} - {None}
+    uninitialized = {storage_key(node) for node in traced.graph.nodes if callee(node) in _UNINITIALIZED} - {None}
     for node in traced.graph.nodes:
         if not is_tensor(node) or depends[node] is not Depends.CONSTANT or node.op in ("placeholder", "get_attr"):
             continue
@@ -43,7 +43,7 @@ def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dic
             traced, node
         ):
             reads_size.add(node)
-            if storage_key(node) in uninitialised or not _meets_others(node, depends):
+            if storage_key(node) in uninitialized or not _meets_others(node, depends):
                 continue
             if not picks_rows(traced, node):
                 reason = _how(traced, node)

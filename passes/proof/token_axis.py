@@ -1,6 +1,6 @@
 """Prove that nothing but paged attention lets one token of a flat step see another.
 
-The step holds tokens of many sequences side by side. An operator that sums, scans, shifts or normalises over
+The step holds tokens of many sequences side by side. An operator that sums, scans, shifts or normalizes over
 that axis would mix strangers, silently. Every node with a token axis is checked: operators known to work token by
 token pass, known mixers are named, and what is unknown is refused rather than trusted.
 

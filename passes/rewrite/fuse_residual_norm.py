@@ -5,7 +5,7 @@ Matches:
 Becomes:
     y, s = pagoda::add_rms_norm(x, residual, ...)
 Why it is faster:
-    the sum is normalised while it is still in the cache.
+    the sum is normalized while it is still in the cache.
 
 Level 2.
 """

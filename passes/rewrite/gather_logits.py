@@ -25,7 +25,7 @@ _PER_ELEMENT = frozenset("mul div truediv tanh to float contiguous add sub neg c
 def gather_logits(traced: TracedGraph) -> PassRecord:
     """Move the selection of ``logits_rows`` in front of the LM head. Flat (paged) graphs only.
 
-    Where the head is not recognised the rows are selected from the finished logits, which is as exact.
+    Where the head is not recognized the rows are selected from the finished logits, which is as exact.
     """
     record = PassRecord("gather_logits")
     if not traced.paged or "logits_rows" in traced.step_inputs:

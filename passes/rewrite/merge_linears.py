@@ -78,7 +78,7 @@ def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassReco
             if len(alike) > 1:
                 groups.append(alike)
             elif len(fitting) > 1:
-                record.reject(alike[0], f"its neighbours differ from it: {_difference(kind, list(fitting))}")
+                record.reject(alike[0], f"its neighbors differ from it: {_difference(kind, list(fitting))}")
     # A layer that runs several times has one group for each, with the same parameters; nothing else may read them.
     while True:
         readers: dict[tuple[fx.Node, ...], set[fx.Node]] = {}
@@ -129,7 +129,7 @@ def _parent(node: fx.Node) -> str:
 
 
 def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> str | None:
-    """The reason why a linear with neighbours cannot be merged; "" when it can, None when nobody would expect it."""
+    """The reason why a linear with neighbors cannot be merged; "" when it can, None when nobody would expect it."""
     weight, bias = argument(node, 1, "weight"), argument(node, 2, "bias")
     if isinstance(weight, fx.Node) and weight.name in traced.notes.merged:
         return None

@@ -1,4 +1,4 @@
-"""Let an index of neighbouring entries that are known be a slice.
+"""Let an index of neighboring entries that are known be a slice.
 
 Matches:
     index(x, [None, ..., [i, i + 1, ...]])           # a literal list in the model's code

@@ -14,7 +14,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
     """Return statistics of all groups together.
 
     Returns:
-        ``utilisation``: used blocks divided by all blocks; ``internal_fragmentation``: empty token slots divided by
+        ``utilization``: used blocks divided by all blocks; ``internal_fragmentation``: empty token slots divided by
         all token slots of used blocks; ``prefix_hit_rate``: tokens found cached divided by tokens looked up. The
         others are counts of blocks, or of tokens if the name says so. State slots are not counted as blocks; if the
         model has any, they are ``state_slots_total``, ``_used``, ``_cached`` (snapshots) and ``_free``,
@@ -29,7 +29,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         "blocks_cached": manager.num_cached_blocks,
         "blocks_free": sum(pool.num_free for pool in manager.token_pools),
         "blocks_used_peak": sum(pool.peak_used for pool in manager.token_pools),
-        "utilisation": manager.num_used_blocks / manager.num_blocks if manager.num_blocks else 0.0,
+        "utilization": manager.num_used_blocks / manager.num_blocks if manager.num_blocks else 0.0,
         "internal_fragmentation": 1 - tokens / slots if slots else 0.0,
         "prefix_query_tokens": counts.prefix_queries,
         "prefix_hit_tokens": counts.prefix_hits,

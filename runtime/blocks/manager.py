@@ -189,7 +189,7 @@ class BlockManager:
             request_id: the sequence; a new one gets empty tables first.
             num_tokens: prompt and output, >= 1.
             start: tokens before it stay as they are.
-            in_one_run: take neighbouring blocks if a run of them is available, moving others out of the way if that
+            in_one_run: take neighboring blocks if a run of them is available, moving others out of the way if that
                 helps.
 
         Returns:
@@ -624,7 +624,7 @@ class BlockManager:
                 self.counts.copies_on_write += 1
 
     def _contiguous_run(self, group: int, count: int) -> list[int] | None:
-        """Return neighbouring blocks, after moving others out of the way if that makes a run."""
+        """Return neighboring blocks, after moving others out of the way if that makes a run."""
         pool = self.pools[group]
         run = pool.take_run(count)
         if run is None and self._may_move:

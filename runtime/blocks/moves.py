@@ -37,7 +37,7 @@ def moves_to_front(pool: BlockPool, size: int) -> dict[int, int]:
 
 
 def moves_for_run(pool: BlockPool, count: int) -> dict[int, int]:
-    """Return source → target of the fewest moves that leave ``count`` neighbouring blocks without a holder; empty if
+    """Return source → target of the fewest moves that leave ``count`` neighboring blocks without a holder; empty if
     that is impossible. O(``num_blocks``)."""
     if count > pool.num_free + pool.num_cached:
         return {}

@@ -106,7 +106,7 @@ class BlockPool:
         return taken
 
     def take_run(self, count: int) -> list[int] | None:
-        """Return ``count`` neighbouring blocks, ids ascending, or None without such a run; O(``num_blocks``)."""
+        """Return ``count`` neighboring blocks, ids ascending, or None without such a run; O(``num_blocks``)."""
         start = 0
         for block, holders in enumerate(self._refs):
             if holders:

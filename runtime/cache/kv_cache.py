@@ -105,7 +105,7 @@ def allocate_kv_cache(
         ``[num_blocks, num_kv_heads, block_size]`` if the entry has ``scales_by_head``. Unless it has ``by_token``,
         they are views of ``[num_blocks, num_kv_heads, block_size, ...]``: one head's tokens of a block are
         contiguous, which suits a CPU. States are ``[num_slots, *shape]``.
-        The tensors are uninitialised, so on a CPU a page takes memory only once a token is stored in it.
+        The tensors are uninitialized, so on a CPU a page takes memory only once a token is stored in it.
 
     Raises:
         ValueError: ``num_blocks`` or ``block_size`` is below 1.

@@ -177,7 +177,7 @@ class EngineBase:
     def defragment(self) -> int:
         """Move used and cached blocks of the KV cache to its front, with the next step; returns how many move.
 
-        Free blocks lie together then, so that a request of negative ``priority``, which is given neighbouring blocks
+        Free blocks lie together then, so that a request of negative ``priority``, which is given neighboring blocks
         where it can be, finds them without moving others. No output changes, and nothing has to be defragmented to be
         served: any free block will do. Nothing moves while sequences are being swapped.
         """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..batching import Schedule, ScheduledRequest
 from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
-from ..profiling.profile import DETOKENISE, SCHEDULE
+from ..profiling.profile import DETOKENIZE, SCHEDULE
 from ..sampling.sampler import Sampler
 from .beam_submission import BeamSubmission
 from .state import EngineState
@@ -125,7 +125,7 @@ class StepRunner:
         state.num_steps += 1
         state.num_computed_tokens += num_tokens
         state.step_sizes.count(num_tokens)
-        state.profiler.mark(DETOKENISE)
+        state.profiler.mark(DETOKENIZE)
         state.total_seconds += time.perf_counter() - started
         decodes = sum(item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in scheduled)
         blocks = state.batcher.block_manager

@@ -33,7 +33,7 @@ class Remedy:
 
 
 _LESS = (
-    "set kv_cache_memory or num_blocks lower, or max_num_batched_tokens, or quantise the weights; npu-smi info shows "
+    "set kv_cache_memory or num_blocks lower, or max_num_batched_tokens, or quantize the weights; npu-smi info shows "
     "who else holds memory of this device"
 )
 _SUPPORT = "restart the process; if it comes back, give the logs in ~/ascend/log to the vendor's support"

@@ -189,7 +189,7 @@ def _temporary_folder() -> Path:
 
 
 def build_library(compiler: str, library: Path, flags: Sequence[str] = FLAGS) -> None:
-    """Compile the kernels into a neighbouring folder and rename the result: nobody ever sees half a library.
+    """Compile the kernels into a neighboring folder and rename the result: nobody ever sees half a library.
 
     Raises:
         KernelBuildError: the compiler refuses; what it printed is logged.

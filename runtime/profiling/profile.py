@@ -15,8 +15,8 @@ import numpy as np
 from ..requests.outputs import RequestMetrics
 from .chrome_trace import chrome_trace
 
-SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER = "schedule", "pack", "model", "sample", "detokenise", "other"
-PHASES = (SCHEDULE, PACK, MODEL, SAMPLE, DETOKENISE, OTHER)
+SCHEDULE, PACK, MODEL, SAMPLE, DETOKENIZE, OTHER = "schedule", "pack", "model", "sample", "detokenize", "other"
+PHASES = (SCHEDULE, PACK, MODEL, SAMPLE, DETOKENIZE, OTHER)
 """The phases of a step in their order; a profile may contain others, too."""
 
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
@@ -212,7 +212,7 @@ def kind_of(step: StepRecord) -> str:
     return MIXED if step.num_decode_tokens else PREFILL
 
 
-def summarise(
+def summarize(
     *,
     steps: tuple[StepRecord, ...],
     requests: tuple[RequestRecord, ...],
@@ -253,7 +253,7 @@ def summarise(
 
 
 def _gaps(steps: Sequence[StepRecord], requests: Sequence[RequestRecord]) -> list[float]:
-    """Return the seconds between neighbouring tokens of a sequence. A later sequence may reuse an id."""
+    """Return the seconds between neighboring tokens of a sequence. A later sequence may reuse an id."""
     arrivals: dict[str, list[float]] = {}
     for request in requests:
         for sequence in request.sequence_ids:

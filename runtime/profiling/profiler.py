@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from ..requests.checks import check_at_least
 from ..requests.outputs import RequestMetrics
-from .profile import DECODE, MIXED, OTHER, PREFILL, Profile, RequestRecord, Span, StepRecord, StepTotals, summarise
+from .profile import DECODE, MIXED, OTHER, PREFILL, Profile, RequestRecord, Span, StepRecord, StepTotals, summarize
 
 
 class Profiler:
@@ -142,7 +142,7 @@ class Profiler:
 
     def result(self) -> Profile:
         """Return all records so far; recording continues."""
-        return summarise(
+        return summarize(
             steps=tuple(self._steps),
             requests=tuple(self._requests),
             spans=tuple(self._spans),

@@ -18,7 +18,7 @@ class BeamSearchParams:
         max_tokens: most tokens to generate, >= 1; None: until the context is full.
         ignore_eos: go on after the model's end-of-sequence token.
         length_penalty: the sum of a text's log-probabilities is divided by its number of generated tokens to this
-            power: 0 compares the sums, 1 the means; larger values favour long texts, negative ones short texts.
+            power: 0 compares the sums, 1 the means; larger values favor long texts, negative ones short texts.
             In [-7, 7], the range in which fp32 scores of 100,000 tokens stay finite.
         early_stopping: when ``beam_width`` texts are finished: True ends the search; False ends it when no live
             beam, had it ended now, would be among them; "never" only when none could be later (this differs from

@@ -19,7 +19,7 @@ MAX_STOP_CHARACTERS = 100_000
 """Characters of all ``stop`` strings together; their automaton takes some hundred bytes per character."""
 
 MAX_BAD_WORDS = 20_000
-"""Number of ``bad_words``; each is tokenised twice."""
+"""Number of ``bad_words``; each is tokenized twice."""
 
 MAX_BAD_WORDS_CHARACTERS = 200_000
 """Characters of all ``bad_words`` together."""

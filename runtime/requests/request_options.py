@@ -18,7 +18,7 @@ class RequestOptions:
     """Scheduling options of one request.
 
     Attributes:
-        priority: lower comes first under ``policy="priority"``, as in vLLM. A request below 0 also gets neighbouring
+        priority: lower comes first under ``policy="priority"``, as in vLLM. A request below 0 also gets neighboring
             blocks if possible.
         client: owner of the request, for ``policy="fair"``.
         deadline: seconds from submission after which an unfinished request ends with "timeout"; it keeps its output.

@@ -59,7 +59,7 @@ class SamplingParams:
             tokens do not count, neither here nor in ``frequency_penalty``.
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id → value added to its logit, in [-100, 100].
-        bad_words: text that may not be generated, wherever it begins: each word is tokenised with and without a
+        bad_words: text that may not be generated, wherever it begins: each word is tokenized with and without a
             leading space, and the last token of such a sequence is banned when the output ends in the others.
         allowed_token_ids: the only tokens that may be chosen; None allows all.
         prompt_logprobs: number of most likely tokens to report per prompt token but the first, in addition to the
@@ -250,7 +250,7 @@ class SamplingParams:
         """Token sequences of ``bad_words``, none of them empty.
 
         Raises:
-            ValueError: the words are not tokenised yet.
+            ValueError: the words are not tokenized yet.
         """
         banned = self.banned_sequences
         return () if banned is None else banned.token_ids
@@ -260,11 +260,11 @@ class SamplingParams:
         """``bad_words`` as a tree to look up in an output; None without bad words.
 
         Raises:
-            ValueError: the words are not tokenised yet.
+            ValueError: the words are not tokenized yet.
         """
         if self._bad_words is None and self.bad_words:
             words = shown(list(self.bad_words))
-            raise ValueError(f"bad_words={words} are not tokenised; use an engine with a tokenizer")
+            raise ValueError(f"bad_words={words} are not tokenized; use an engine with a tokenizer")
         return self._bad_words
 
     def with_bad_words_token_ids(self, sequences: Sequence[Sequence[int]]) -> SamplingParams:

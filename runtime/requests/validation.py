@@ -15,7 +15,7 @@ from .checks import shown as _short
 from .detokenizer import Tokenizer
 from .prompt_forms import Prompt, open_prompt
 from .sampling_params import SamplingParams
-from .tokenise import cut_above, tokenise
+from .tokenize import cut_above, tokenize
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CheckedPrompt:
 def check_prompt(
     prompt: Prompt, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "prompt", params: object = None
 ) -> CheckedPrompt:
-    """Tokenise the prompt if it is text, and check that it can run.
+    """Tokenize the prompt if it is text, and check that it can run.
 
     Args:
         prompt: text or token ids.
@@ -71,9 +71,9 @@ def check_prompt(
         except UnicodeEncodeError as error:
             at = f"{name}[{error.start}]={prompt[error.start]!a}"
             raise ValueError(f"{at} is half of a surrogate pair; give valid Unicode") from error
-        token_ids = tokenise(prompt, tokenizer, limits.max_model_len)
+        token_ids = tokenize(prompt, tokenizer, limits.max_model_len)
         if not token_ids:
-            raise ValueError(f"{name}={_short(prompt)} has no tokens after tokenising; give other text")
+            raise ValueError(f"{name}={_short(prompt)} has no tokens after tokenizing; give other text")
     else:
         token_ids = _whole_numbers(prompt, name)
         if not token_ids:
@@ -100,7 +100,7 @@ def check_prompt(
 def check_params(
     params: object, tokenizer: Tokenizer | None, limits: PromptLimits, name: str = "sampling_params"
 ) -> SamplingParams:
-    """Return the parameters, or the default ones for None; their ``bad_words`` are tokenised.
+    """Return the parameters, or the default ones for None; their ``bad_words`` are tokenized.
 
     Raises:
         ValueError: they are not ``SamplingParams``, need a tokenizer that the engine does not have, or name tokens

@@ -86,7 +86,7 @@ class LogitsProcessor:
 
         places, states, lengths = gather(_State.seen_ids)
         if states:
-            # A token listed twice is read before and written after: it is penalised once.
+            # A token listed twice is read before and written after: it is penalized once.
             factor = spread([state.params.repetition_penalty for state in states], lengths)
             old = flat[places]
             flat[places] = torch.where(old < 0, old * factor, old / factor)
@@ -122,8 +122,8 @@ class _State:
             self.bias = self.bias[self.biased < vocab]
             self.biased = _within(self.biased, vocab)
         self.seen = _SeenTokens(request, vocab) if params.repetition_penalty != 1.0 else None
-        penalised = params.presence_penalty or params.frequency_penalty
-        self.counted = _CountedTokens() if penalised else None
+        penalized = params.presence_penalty or params.frequency_penalty
+        self.counted = _CountedTokens() if penalized else None
 
     def update(self, request: Request) -> None:
         """Add the new output tokens."""

@@ -197,7 +197,7 @@ class Sampler:
         return torch.where(those, tokens, chosen), settled | ~those
 
     def _draw_rows(self, x: Tensor, requests: list[Request]) -> Tensor:
-        """Draw from ``x``: ``[M, V]`` penalised logits, overwritten → ``[M]`` int64."""
+        """Draw from ``x``: ``[M, V]`` penalized logits, overwritten → ``[M]`` int64."""
         params = [r.params for r in requests]
         vocab = x.shape[1]
         probs = _probabilities(x, params, lambda values: values.to(x.device))
@@ -285,7 +285,7 @@ def _argmax(x: Tensor) -> Tensor:
     """Return the argmax, ``[M, V]`` → ``[M]`` int64; the first of equal values, a NaN before everything else."""
     if x.device.type != "cpu" or type(x) is not Tensor:
         return x.float().argmax(-1)
-    # numpy's is vectorised: 10 to 15 times faster than torch's on a row of 150,000.
+    # numpy's is vectorized: 10 to 15 times faster than torch's on a row of 150,000.
     return torch.from_numpy(x.float().numpy().argmax(-1))
 
 
@@ -306,7 +306,7 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Return the entry that each uniform number in [0, 1) selects: ``[M, K]``, ``[M]`` → ``[M]`` int64."""
     if weights.shape[-1] <= 4 * _INVERT_BLOCK:
         return _pass_fraction(weights, uniforms[:, None])[0][:, 0]
-    # First the block, then the entry in it: summing blocks is vectorised, cumsum is not.
+    # First the block, then the entry in it: summing blocks is vectorized, cumsum is not.
     blocks = torch.nn.functional.pad(weights, (0, -weights.shape[-1] % _INVERT_BLOCK))
     blocks = blocks.view(len(weights), -1, _INVERT_BLOCK)
     block, rest = _pass_fraction(blocks.sum(-1), uniforms[:, None])

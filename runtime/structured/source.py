@@ -25,7 +25,7 @@ stack of its thread, which ends the process after some 2,600."""
 
 _ANY_TOKENS = '%llguidance {"no_forcing": true}'
 """The model chooses the tokens of text that can go on in one way only. Otherwise llguidance has the tokenizer
-encode it, which finds special and added tokens in it, and normalises it to text that the grammar does not allow.
+encode it, which finds special and added tokens in it, and normalizes it to text that the grammar does not allow.
 """
 
 _EMBEDDED_SCHEMA = re.compile(r"%json\s*")

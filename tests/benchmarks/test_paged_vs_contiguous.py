@@ -39,8 +39,8 @@ def test_the_figures_of_a_cache() -> None:
     use.add(tokens=24, blocks=2, running=1, waiting=1)
     use.add(tokens=112, blocks=8, running=3, waiting=2)
     use.add(tokens=160, blocks=10, running=4, waiting=0)  # not saturated: nobody waits
-    assert use.utilisation == pytest.approx((24 / 32 + 112 / 128) / 2)
-    assert use.cache_utilisation == pytest.approx((24 + 112) / 2 / 160)
+    assert use.utilization == pytest.approx((24 / 32 + 112 / 128) / 2)
+    assert use.cache_utilization == pytest.approx((24 + 112) / 2 / 160)
     assert (use.mean_batch, use.largest_batch, use.peak_blocks) == (2, 3, 10)
 
 
@@ -51,7 +51,7 @@ def test_a_contiguous_reservation_holds_one_request_at_a_time() -> None:
     # After the prompt and after each of the 5 tokens that are computed (the last one is not): 10 … 15 of 32. When the
     # last step of a request has ended nobody runs, and while the third runs nobody waits.
     assert [tokens for tokens, _, _ in found.use.samples] == [10, 11, 12, 13, 14] * 2
-    assert found.use.utilisation == pytest.approx(12 / 32)
+    assert found.use.utilization == pytest.approx(12 / 32)
 
 
 def test_pages_hold_more_on_the_same_memory() -> None:
@@ -60,8 +60,8 @@ def test_pages_hold_more_on_the_same_memory() -> None:
     paged = serve(workload, block_size=16, slots=1024, longest=256)
     assert contiguous.use.largest_batch == 4
     assert paged.use.largest_batch > 4
-    assert contiguous.use.utilisation < 0.5 < 0.9 < paged.use.utilisation
-    assert paged.use.cache_utilisation > contiguous.use.cache_utilisation
+    assert contiguous.use.utilization < 0.5 < 0.9 < paged.use.utilization
+    assert paged.use.cache_utilization > contiguous.use.cache_utilization
     assert paged.steps < contiguous.steps
 
 

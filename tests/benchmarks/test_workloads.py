@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimisations import left_padded, same_share
+from optimizations import left_padded, same_share
 from report import markdown_table, save
 from workloads import log_normal_lengths, log_normal_workload, random_prompt
 

@@ -224,7 +224,7 @@ def test_packed_weights_are_not_for_the_drop_in(ids):
         compiled(ids)
 
 
-def test_nothing_is_quantised_whose_inputs_could_be_rounded(ids):
+def test_nothing_is_quantized_whose_inputs_could_be_rounded(ids):
     compiled = torch.compile(
         build_tiny_model("llama", num_hidden_layers=1), backend="pagoda", options={"input_bits": 16}
     )

@@ -49,7 +49,7 @@ def scale_attention(graph):
 def test_report_says_what_was_done():
     program = build_program(ToyLM(sdpa), PLAIN)
     report = program.report
-    assert (report.attention_recognised, report.attention_total) == (1, 1)
+    assert (report.attention_recognized, report.attention_total) == (1, 1)
     assert report.verdict is not None and report.verdict.ok
     assert [r.name for r in report.passes] == [p.name for p in PASSES if PLAIN.selects(p)]
     assert report.codegen == "none"
@@ -97,7 +97,7 @@ def test_every_pass_compares_after_each(monkeypatch):
     changed = [record.name for record in report.passes if record.matches]
     # One comparison per pass that changed something, the last of them on mixed steps, and the finished program's.
     assert len(compared) == len(changed) + 2 and all(ok for *_, ok in compared)
-    assert compared[0] == (True, 0, True), "recognised attention runs before there is a cache"
+    assert compared[0] == (True, 0, True), "recognized attention runs before there is a cache"
     assert [alone for alone, *_ in compared[-2:]] == [False, False]
 
 
@@ -172,7 +172,7 @@ def masked_by_data(m, q, k, v, pos):
     [
         (lambda: ToyLM(unmasked), "not causal"),
         (lambda: ToyLM(masked_by_data), "depends on the tokens"),
-        (lambda: ToyLM(lambda m, q, k, v, pos: q), "no attention that a pass recognises"),
+        (lambda: ToyLM(lambda m, q, k, v, pos: q), "no attention that a pass recognizes"),
         (lambda: ToyLM(sdpa, before=lambda m, h, pos: h.cumsum(1)), "cumsum runs over the tokens"),
         (
             lambda: ToyLM(sdpa, before=lambda m, h, pos: h if float(h.sum()) > 0 else -h),

@@ -20,7 +20,7 @@ from toy_lm import ToyLM, sdpa
 def test_defaults_select_every_pass():
     options = CompileOptions.from_dict(None)
     left_out = [p.name for p in PASSES if not options.selects(p) and p.target != "npu"]
-    assert left_out == ["quantise_linears", "make_batch_invariant", "pack_linears"]
+    assert left_out == ["quantize_linears", "make_batch_invariant", "pack_linears"]
     assert (options.verify, options.codegen) == ("model", "auto")
 
 
@@ -50,7 +50,7 @@ def test_only_chooses_among_the_optional_passes(target):
 
 def test_only_keeps_what_an_option_asks_for():
     only = CompileOptions(passes={"only": []}, pack_weights=True, quantization="int8")
-    assert {p.name for p in PASSES if only.selects(p) and not p.required} == {"quantise_linears", "pack_linears"}
+    assert {p.name for p in PASSES if only.selects(p) and not p.required} == {"quantize_linears", "pack_linears"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Packages that write quantised checkpoints, each in an environment of its own.
+"""Packages that write quantized checkpoints, each in an environment of its own.
 
 What cannot be installed is skipped with pip's reason. Environments are made once, in ``$TORCH_PAGODA_CACHE/formats``.
 """

@@ -45,7 +45,7 @@ def floats(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_alike(folder: Path, dense: Path, form: str) -> int:
-    """Compare every quantised weight with what the library unpacks; how many there are."""
+    """Compare every quantized weight with what the library unpacks; how many there are."""
     loaded = dict(load_model(folder, "auto", False, CPU).named_parameters())
     expected = load_file(dense)
     for name, tensor in expected.items():

@@ -1,4 +1,4 @@
-"""Optimisation levels: 1 changes no bit, 2 reaches the promised number of operators, every pass can be left out."""
+"""Optimization levels: 1 changes no bit, 2 reaches the promised number of operators, every pass can be left out."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_a_norm_and_its_gate_are_one_operator(
     program = build_program(build_tiny_model(model_type, dtype=dtype, **overrides), CompileOptions(codegen="none"))
     report = program.report
     assert report.verdict is not None and report.verdict.ok and not report.dropped_passes
-    (record,) = [record for record in report.passes if record.name == "recognise_gated_norm"]
+    (record,) = [record for record in report.passes if record.name == "recognize_gated_norm"]
     states = [spec for spec in program.caches if isinstance(spec, StateSpec) and spec.name == "recurrent_state"]
     assert record.matches == len(states)
     assert not record.rejections

@@ -1,4 +1,4 @@
-"""The shipped model in every format of quantised checkpoints: as perplexing as transformers over what it means.
+"""The shipped model in every format of quantized checkpoints: as perplexing as transformers over what it means.
 
 Inputs keep 16 bits or more: rounded to 8, many lie so near to the middle of two steps that float32's own
 rounding moves the perplexity of these texts by as much as 0.05 %. ``test_inputs_of_8_bits`` compares those numbers

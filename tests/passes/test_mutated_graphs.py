@@ -152,6 +152,6 @@ def test_the_graph_itself_matches():
     graph = original(torch.float32).copy()
     records = run_passes(graph, selected_passes(CompileOptions(), "aten"))
     matches = {record.name: record.matches for record in records if record.matches}
-    expected = {"recognise_rms_norm": 2, "recognise_layer_norm": 1, "recognise_gated_activation": 1, "group_rope": 1}
-    expected |= {"recognise_rope": 2, "fuse_residual_norm": 2, "merge_linears": 2, "recognise_linear": 6}
+    expected = {"recognize_rms_norm": 2, "recognize_layer_norm": 1, "recognize_gated_activation": 1, "group_rope": 1}
+    expected |= {"recognize_rope": 2, "fuse_residual_norm": 2, "merge_linears": 2, "recognize_linear": 6}
     assert expected.items() <= matches.items()

@@ -1,4 +1,4 @@
-"""From recognised attention to a flat step over paged caches: cache insertion, positions, rope length, logits."""
+"""From recognized attention to a flat step over paged caches: cache insertion, positions, rope length, logits."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import callee, shape
 from torch_pagoda.passes.proof.token_axis import mixers
-from torch_pagoda.passes.recognise.classify_masks import classify_masks
-from torch_pagoda.passes.recognise.sdpa import recognise_sdpa
+from torch_pagoda.passes.recognize.classify_masks import classify_masks
+from torch_pagoda.passes.recognize.sdpa import recognize_sdpa
 from torch_pagoda.passes.rewrite.gather_logits import gather_logits
 from torch_pagoda.passes.rewrite.insert_paged_cache import insert_paged_cache
 
@@ -34,7 +34,7 @@ def test_cache_insertion_describes_each_cache():
         return F.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), attn_mask=causal_mask(pos, window=8))
 
     graph = traced(ToyLM(windowed))
-    for entry in (recognise_sdpa, classify_masks):
+    for entry in (recognize_sdpa, classify_masks):
         entry(graph)
     record = insert_paged_cache(graph)
     assert (record.matches, record.rejections) == (1, [])

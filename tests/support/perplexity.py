@@ -55,13 +55,13 @@ def loss_per_token(program: Program, windows: torch.Tensor, chunk: int = 32, blo
 
 @torch.inference_mode()
 def loss_of_transformers(folder: Path, dtype: torch.dtype, windows: torch.Tensor, stored: nn.Module | None) -> float:
-    """The same of transformers over what a quantised checkpoint means.
+    """The same of transformers over what a quantized checkpoint means.
 
     Args:
         folder: a float checkpoint.
         dtype: that it is loaded in.
         windows: as above.
-        stored: the same model over the quantised checkpoint, as which inputs are read; None: as they are.
+        stored: the same model over the quantized checkpoint, as which inputs are read; None: as they are.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with nullcontext() if stored is None else inputs_as_made(model, stored):

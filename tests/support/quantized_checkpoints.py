@@ -1,4 +1,4 @@
-"""Quantised checkpoints of every format that is read, written here from a float one, number by number.
+"""Quantized checkpoints of every format that is read, written here from a float one, number by number.
 
 ``quantize_folder`` rewrites a folder of ``save_pretrained`` in place. It returns the dense weights that the stored
 numbers mean, computed from the numbers before they are packed.
@@ -213,7 +213,7 @@ def write_beside_dense(folder: Path, name: str, model_type: str) -> Path:
 
 
 def write_means(folder: Path, means: Tensors) -> None:
-    """Let a float checkpoint hold, in float32, what the quantised one means that was made from it."""
+    """Let a float checkpoint hold, in float32, what the quantized one means that was made from it."""
     state = load_file(folder / "model.safetensors")
     assert means.keys() <= state.keys()
     state = {key: means.get(key, tensor).float().contiguous() for key, tensor in state.items()}

@@ -1,4 +1,4 @@
-"""Tiny models lowered for an NPU with quantised weights, and the logits of their programs beside others."""
+"""Tiny models lowered for an NPU with quantized weights, and the logits of their programs beside others."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def given_inputs(model: PreTrainedModel, given: Mapping[str, tuple[float, int]])
 
 def inputs_as_made(model: PreTrainedModel, stored: nn.Module) -> AbstractContextManager[None]:
     """Let the linear layers of a float model read their inputs, for a while, as the weights of the same model over a
-    quantised checkpoint were made for: as they are, in 8 bits with a scale for each row, or by a given scale; experts
+    quantized checkpoint were made for: as they are, in 8 bits with a scale for each row, or by a given scale; experts
     as they are."""
     weights = dict(stored.named_parameters())
 

@@ -1,4 +1,4 @@
-"""Matrices as each format of quantised checkpoints stores them, and what the stored numbers mean.
+"""Matrices as each format of quantized checkpoints stores them, and what the stored numbers mean.
 
 A writer returns tensors by the last part of their names, and the dense matrix in float32, which is computed from the
 numbers before they are packed.

@@ -21,7 +21,7 @@ def word_tokenizer(kind: str, vocab_size: int = 600) -> Any:
     """A tokenizer of one of ``KINDS``: BPE trained on ``TEXT``, with ``SPECIAL`` tokens, a BOS and an end.
 
     Metaspace is Llama 2's: a mark for spaces that the normalizer prepends, byte fallback, and a decoder that strips
-    the first space. Byte-level is Qwen's: text is normalised to NFC. ``WORDS`` and ``TAGS`` are added tokens, not
+    the first space. Byte-level is Qwen's: text is normalized to NFC. ``WORDS`` and ``TAGS`` are added tokens, not
     special.
     """
     is_metaspace = kind.startswith("metaspace")

@@ -91,7 +91,7 @@ def test_mistakes_are_other_numbers(mistake: Callable[[dict[str, torch.Tensor]],
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """A function of a format: the quantised folder, and a float one of what it means."""
+    """A function of a format: the quantized folder, and a float one of what it means."""
     made: dict[str, tuple[Path, Path]] = {}
 
     def make(name: str) -> tuple[Path, Path]:
@@ -238,7 +238,7 @@ def test_tensors_that_do_not_fit(case: str, folders: Callable[[str], tuple[Path,
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=re.escape(f"'{LAYER}.{TOLD_BY.get(case, leaf)}")) as error:
         load_model(tmp_path / "it", "float32", False, CPU)
-    assert "is quantised (bitsandbytes)" in str(error.value)
+    assert "is quantized (bitsandbytes)" in str(error.value)
 
 
 @pytest.mark.parametrize(

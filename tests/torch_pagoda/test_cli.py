@@ -80,8 +80,8 @@ def test_rules_for_tokens_reach_the_sampler(run: Callable[..., tuple[int, str, s
     assert tokens("--allowed-token-ids", "5", "--allowed-token-ids", "6", "--ignore-eos") != plain
     assert set(tokens("--allowed-token-ids", "5", "--allowed-token-ids", "6", "--ignore-eos")) <= {5, 6}
     assert tokens("--logit-bias", "7:100", "--logit-bias", "8:-3.5", "--ignore-eos") == [7] * 5
-    penalised = ["--frequency-penalty", "2", "--presence-penalty", "2", "--allowed-token-ids", "5"]
-    assert set(tokens("--logit-bias", "7:1", *penalised, "--allowed-token-ids", "6", "--ignore-eos")) == {5, 6}
+    penalized = ["--frequency-penalty", "2", "--presence-penalty", "2", "--allowed-token-ids", "5"]
+    assert set(tokens("--logit-bias", "7:1", *penalized, "--allowed-token-ids", "6", "--ignore-eos")) == {5, 6}
 
 
 def test_logprobs_come_with_json(run: Callable[..., tuple[int, str, str]], checkpoint: Path) -> None:

@@ -1,4 +1,4 @@
-"""Quantised modules whose tensors contradict the config, or hold more than is read, are refused by name."""
+"""Quantized modules whose tensors contradict the config, or hold more than is read, are refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def compressed(*weights: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_refused(folder: Path, tensors: Tensors, said: dict[str, Any], *words: str) -> None:
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         read_module(folder, tensors, said)
     for word in (MODULE, *words):
         assert word in str(error.value), error.value
@@ -341,7 +341,7 @@ def test_weights_of_conv1d(
     save_file(state, file, metadata={"format": "pt"})
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         load_model(tmp_path, "float32", False, CPU)
     message = one_line(error.value)
     assert f"'{owner}.weight' belongs to a Conv1D" in message and "pass the float checkpoint" in message

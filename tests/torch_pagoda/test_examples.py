@@ -93,7 +93,7 @@ TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.conten
 {% if add_generation_prompt %}<answer>{% endif %}"""
 
 
-@pytest.mark.parametrize("script", ["chat.py", "summarise.py", "shared_prefix.py"])
+@pytest.mark.parametrize("script", ["chat.py", "summarize.py", "shared_prefix.py"])
 def test_a_chat_template_is_used(
     main: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
@@ -102,7 +102,7 @@ def test_a_chat_template_is_used(
     text.write_text("the list of names")
     arguments = {
         "chat.py": ["--turns", "the list of names"],
-        "summarise.py": [text],
+        "summarize.py": [text],
         "shared_prefix.py": ["--document", text, "--questions", "Who?", "What?"],
     }[script]
     seen: list[str] = []
@@ -119,7 +119,7 @@ def test_a_chat_template_is_used(
     assert all("the list of names" in prompt for prompt in seen)
 
 
-def test_summarise_splits_what_is_too_long(main: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_summarize_splits_what_is_too_long(main: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     short, long, binary, empty = (tmp_path / name for name in ("short.txt", "long.txt", "binary", "empty.txt"))
     lines = [f"Line {i} returns a new list of the names that are found." for i in range(150)]
     short.write_text(lines[0])
@@ -127,7 +127,7 @@ def test_summarise_splits_what_is_too_long(main: Callable[..., tuple[int, str, s
     binary.write_bytes(b"\xff\xfe\x00")
     empty.write_text("\n")
     budget = ("--max-num-batched-tokens", 64)
-    status, out, err = main("summarise.py", short, long, binary, empty, "--max-tokens", 8, *budget)
+    status, out, err = main("summarize.py", short, long, binary, empty, "--max-tokens", 8, *budget)
     assert status == 1  # two files are left out
     assert f"{binary} is left out" in err and f"{empty} is left out: it is empty" in err
     found = re.findall(r"^--- (\S+): (\d+) tokens; parts: (\d+); prefill chunks: (\d+) or more$", out, re.MULTILINE)
@@ -141,7 +141,7 @@ def test_summarise_splits_what_is_too_long(main: Callable[..., tuple[int, str, s
     assert int(most) == 64 and int(steps) >= int(prompt_tokens) / 64
     assert int(new) <= 8 * (2 + int(parts))
 
-    status, out, err = main("summarise.py", short, "--max-tokens", 300)
+    status, out, err = main("summarize.py", short, "--max-tokens", 300)
     assert status == 2 and "--max-tokens 300 leaves" in err
 
 

@@ -1,4 +1,4 @@
-"""``pagoda plan`` and ``pagoda inspect`` know the formats of quantised checkpoints, and their bytes."""
+"""``pagoda plan`` and ``pagoda inspect`` know the formats of quantized checkpoints, and their bytes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_so_it_does_with_experts(run: Run, tmp_path: Path, name: str, served: st
     status, _, err = run("inspect", tmp_path, "--target", "npu", "--verify", "off", "--no-torchair", "--json", file)
     assert status == 0, err
     said = json.loads(file.read_text())
-    (experts,) = (entry for entry in said["passes"] if entry["name"] == "quantise_npu_experts")
+    (experts,) = (entry for entry in said["passes"] if entry["name"] == "quantize_npu_experts")
     assert experts["matches"] == (4 if served == "as stored" else 0)
     counts = Counter[str]()
     for one in said["formats"]:
@@ -122,7 +122,7 @@ def test_plan_counts_what_is_served(run: Run, folders: Callable[[str], Path]) ->
     assert status == 0 and "0-1" in out and "int4/g32/bf16" in out, err
 
 
-def test_plan_needs_the_weights_of_a_quantised_checkpoint(
+def test_plan_needs_the_weights_of_a_quantized_checkpoint(
     run: Run, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text((folders("ct-w4a16") / "config.json").read_text())

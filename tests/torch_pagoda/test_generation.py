@@ -124,7 +124,7 @@ def test_same_tensor_as_transformers(
 
 
 @pytest.mark.usefixtures("no_fallback")
-def test_model_generation_config_is_honoured(
+def test_model_generation_config_is_honored(
     compiled: PreTrainedModel, reference: PreTrainedModel, batch: dict[str, torch.Tensor], some_eos: list[int]
 ) -> None:
     reference = copy.deepcopy(reference)

@@ -166,7 +166,7 @@ def test_served_as_transformers_serves_it(
     llm = check_tokens(path, of_transformers(path))
     reads = {record.name: record.matches for record in llm.compile_report.passes}
     assert reads["stored_linears"] >= linears
-    assert reads["quantise_experts"] == (2 if "moe" in model_type else 0)
+    assert reads["quantize_experts"] == (2 if "moe" in model_type else 0)
 
 
 # Mutants of the reader.

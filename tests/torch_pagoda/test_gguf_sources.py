@@ -155,11 +155,11 @@ def test_commands_take_a_file(run: Run, folder: Path, tmp_path: Path) -> None:
     assert status == 0 and out, err
     (tmp_path / "text.txt").write_text(TEXT)
     status, _, err = run("quantize", folder / "model.gguf", tmp_path / "out", "--text", tmp_path / "text.txt")
-    assert status == 2 and "is quantised (GGUF" in err
+    assert status == 2 and "is quantized (GGUF" in err
 
 
 def test_rounding_what_is_rounded_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="is quantised already"):
+    with pytest.raises(ValueError, match="is quantized already"):
         pagoda.LLM(folder, quantization="int8")
 
 

@@ -41,7 +41,7 @@ def check_read(folder: Path, tensors: Tensors, said: dict[str, Any], dense: torc
 
 
 def check_refused(folder: Path, tensors: Tensors, said: dict[str, Any], *words_of_message: str) -> None:
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         read_module(folder, tensors, said)
     for word in words_of_message:
         assert word in str(error.value), error.value
@@ -146,7 +146,7 @@ def test_a_pattern_that_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
-def test_a_zero_of_0_borrows_from_its_neighbours(bits: int, version: str, tmp_path: Path) -> None:
+def test_a_zero_of_0_borrows_from_its_neighbors(bits: int, version: str, tmp_path: Path) -> None:
     zeros = numbers_of(matrix(positive=True), bits, 32, symmetric=False).zeros
     assert [int((zeros == 0)[:, group].sum()) for group in range(2)] == [3, 1]
     tensors, dense = gptq(matrix(positive=True), bits, 32, version, symmetric=False)

@@ -36,7 +36,7 @@ def test_inspect_prints_tables_and_writes_files(run: Run, checkpoint: Path, tmp_
     page, data = tmp_path / "report.html", tmp_path / "report.json"
     status, out, err = run("inspect", checkpoint, "--html", page, "--json", data)
     assert status == 0, err
-    assert "LlamaForCausalLM" in out and "recognise_rms_norm" in out and "pagoda.paged_attention" in out
+    assert "LlamaForCausalLM" in out and "recognize_rms_norm" in out and "pagoda.paged_attention" in out
     assert max(map(len, out.splitlines())) <= 80
     assert str(page) in err and str(data) in err
     plain = json.loads(data.read_text())
@@ -57,8 +57,8 @@ def test_bisect_finds_nothing_wrong(run: Run, checkpoint: Path, only_dynamo_pass
     status, out, err = run("bisect", checkpoint, "--codegen", "none")
     assert status == 0, err
     rows = {line.split()[0]: line.split() for line in out.splitlines()[1:-1]}
-    assert float(rows["recognise_sdpa"][2]) < 2e-3
-    assert rows["recognise_eager_attention"] == ["recognise_eager_attention", "0"]
+    assert float(rows["recognize_sdpa"][2]) < 2e-3
+    assert rows["recognize_eager_attention"] == ["recognize_eager_attention", "0"]
     assert out.splitlines()[-1].startswith("every pass is right")
 
 

@@ -163,7 +163,7 @@ def test_dtype_of_the_checkpoint_or_the_one_asked_for(checkpoint: Path, fast: di
 def test_default_verification_passes_and_is_reported(checkpoint: Path) -> None:
     report = pagoda.LLM(checkpoint, codegen="none").compile_report
     assert report.verdict is not None and report.verdict.ok
-    assert report.attention_recognised == report.attention_total == 2
+    assert report.attention_recognized == report.attention_total == 2
 
 
 def test_max_model_len_is_what_the_model_and_the_cache_allow(
@@ -212,7 +212,7 @@ def test_kv_cache_memory_sizes_the_cache(llama: PreTrainedModel, fast: dict[str,
         ({"static_decode": True}, ("static_decode=True", "codegen='none'", "codegen='ge'")),
         ({"device": "npu"}, ("device='npu'", "target='npu'")),
         ({"passes": {"skip": ["no_such_pass"]}}, ("no_such_pass",)),
-        ({"passes": ["recognise_sdpa"]}, ("passes=",)),
+        ({"passes": ["recognize_sdpa"]}, ("passes=",)),
         ({"tokenizer": 3}, ("tokenizer", "int")),
     ],
 )
@@ -244,7 +244,7 @@ def test_attention_that_no_pass_takes_is_one_line(
     llama: PreTrainedModel, fast: dict[str, Any], one_line: Callable[[BaseException], str]
 ) -> None:
     with pytest.raises((ValueError, RuntimeError)) as error:
-        pagoda.LLM(llama, **fast, passes={"skip": ["recognise_sdpa"]})
+        pagoda.LLM(llama, **fast, passes={"skip": ["recognize_sdpa"]})
     assert "attention" in one_line(error.value)
 
 
@@ -288,11 +288,11 @@ def test_missing_and_broken_checkpoints_are_one_line(
     vision.mkdir()
     (vision / "config.json").write_text('{"model_type": "vit"}')
     refused(vision, "causal LM")
-    quantised = copy("quantised")
-    (quantised / "config.json").write_text(
+    quantized = copy("quantized")
+    (quantized / "config.json").write_text(
         json.dumps(config | {"num_hidden_layers": 2, "quantization_config": {"quant_method": "gptq", "bits": 4}})
     )
-    refused(quantised, "quantised")
+    refused(quantized, "quantized")
 
 
 def test_checkpoint_without_tokenizer_takes_ids_only(
@@ -327,10 +327,10 @@ def test_import_is_light() -> None:
 def test_passes_that_are_chosen_run_beside_the_required_ones(
     reference: PreTrainedModel, llama: PreTrainedModel, fast: dict[str, Any]
 ) -> None:
-    chosen = ["recognise_rms_norm", "fuse_residual_norm"]
+    chosen = ["recognize_rms_norm", "fuse_residual_norm"]
     llm = pagoda.LLM(llama, passes={"only": chosen}, **fast)
     ran = {record.name: record.matches for record in llm.compile_report.passes}
-    assert ran["insert_paged_cache"] == 2 and all(ran[name] for name in chosen) and "recognise_rope" not in ran
+    assert ran["insert_paged_cache"] == 2 and all(ran[name] for name in chosen) and "recognize_rope" not in ran
     tokens = llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids
     assert list(tokens) == greedy_tokens(reference, [5, 6, 7], 8)
 

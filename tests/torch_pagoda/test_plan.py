@@ -114,12 +114,12 @@ def test_a_model_that_is_not_there_and_one_that_cannot_be_served(
     assert status == 2 and "does not exist" in err
 
     def refuse(*_: object) -> None:
-        raise UnsupportedModel("it has no attention\nthat a pass recognises")
+        raise UnsupportedModel("it has no attention\nthat a pass recognizes")
 
     monkeypatch.setattr(requirements_module, "requirements", refuse)
     status, out, err = run("plan", config_only)
     assert (status, out) == (2, "")
-    assert err == "pagoda: error: it has no attention that a pass recognises\n"
+    assert err == "pagoda: error: it has no attention that a pass recognizes\n"
 
 
 def test_help_tells_about_it(run: Run) -> None:
@@ -135,7 +135,7 @@ def test_a_profile_as_tables() -> None:
         profiler.mark("schedule")
         profiler.mark("model")
         profiler.end_step(num_prefill_tokens=12, num_decode_tokens=0, sampled=["a"])
-    profiler.span("detokenise", 1.0, 2.0)
+    profiler.span("detokenize", 1.0, 2.0)
     profiler.end_request("a", RequestMetrics(0.0, 1.0, 3.0, 7.0, 2))
     sheet = io.StringIO()
     Console(file=sheet, width=80).print(profile_table(profiler.result()))
@@ -144,6 +144,6 @@ def test_a_profile_as_tables() -> None:
     assert rows["schedule"] == ["schedule", "2.000", "33.3", "%", "1000000.0"]
     assert rows["ttft"] == ["ttft", "1", "3000.00", "3000.00", "3000.00", "3000.00", "3000.00"]
     assert rows["itl"][1:3] == ["1", "4000.00"]
-    assert "detokenise," in rows
+    assert "detokenize," in rows
     assert "4.0 tok/s in, 0.3 tok/s out" in sheet.getvalue()
     assert max(map(len, sheet.getvalue().splitlines())) <= 80

@@ -101,7 +101,7 @@ def test_it_writes_compressed_tensors(run: Run, checkpoint: Path, sample: Path, 
     status, printed, err = run("generate", out, "--prompt", "the cat", "--max-tokens", 4)
     assert status == 0, err
     status, _, err = run("quantize", out, tmp_path / "again", "--text", sample)
-    assert status == 2 and "is quantised (compressed-tensors" in err and err.count("\n") == 1
+    assert status == 2 and "is quantized (compressed-tensors" in err and err.count("\n") == 1
 
 
 def _whole_numbers(words: torch.Tensor, inputs: int) -> torch.Tensor:

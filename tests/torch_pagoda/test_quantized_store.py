@@ -1,4 +1,4 @@
-"""Programs over quantised checkpoints are kept, found by the files alone, and not taken once these have changed."""
+"""Programs over quantized checkpoints are kept, found by the files alone, and not taken once these have changed."""
 
 from __future__ import annotations
 

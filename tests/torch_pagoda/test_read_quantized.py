@@ -1,4 +1,4 @@
-"""Quantised checkpoints are read as they are stored, and served as what they mean."""
+"""Quantized checkpoints are read as they are stored, and served as what they mean."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {"mxfp4-experts": "gpt_oss", "slim-w4a8-experts": "qwen3_moe"}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[Path, Path]]:
-    """A function of a model and a format: the quantised folder, and a float one of what it means."""
+    """A function of a model and a format: the quantized folder, and a float one of what it means."""
     made: dict[tuple[str, str], tuple[Path, Path]] = {}
 
     def make(model_type: str, name: str) -> tuple[Path, Path]:
@@ -76,7 +76,7 @@ def test_served_as_transformers_serves_what_it_means(
     quantized, dense = folders(MODELS.get(name, "llama"), name)
     llm = pagoda.LLM(quantized, dtype="float32", input_bits=16, block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
-    assert bool(reads["quantise_experts" if name in MODELS else "stored_linears"]) == FORMATS[name].kernel
+    assert bool(reads["quantize_experts" if name in MODELS else "stored_linears"]) == FORMATS[name].kernel
     assert llm.compile_report.verdict is not None and llm.compile_report.verdict.tolerance < 1e-2
     check_tokens(llm, dense)
 
@@ -277,7 +277,7 @@ def test_a_broken_tensor_is_named(
     one_line: Callable[[BaseException], str],
 ) -> None:
     name, change, leaf = BROKEN[case]
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         load_model(changed(folders("llama", name)[0], tmp_path, change), "float32", False, CPU)
     message = one_line(error.value)
     assert LAYER in message and leaf in message, message
@@ -334,7 +334,7 @@ def test_a_config_that_contradicts_the_tensors(
     config = json.loads(file.read_text())
     config["quantization_config"] |= entries
     file.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         load_model(copy, "float32", False, CPU)
     assert word in one_line(error.value)
 
@@ -392,7 +392,7 @@ def test_descriptions_of_modelslim(
     copy = changed(folders("llama", "slim-w8a8-dynamic")[0], tmp_path, lambda tensors: None)
     file = copy / "quant_model_description.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         load_model(copy, "float32", False, CPU)
     assert word in one_line(error.value)
 
@@ -412,7 +412,7 @@ def test_sizes_of_groups_that_modelslim_does_not_write(
     if name == "slim-w4a8" and stated == -1:
         assert load_model(copy, "float32", False, CPU)
         return
-    with pytest.raises(ValueError, match="is quantised") as error:
+    with pytest.raises(ValueError, match="is quantized") as error:
         load_model(copy, "float32", False, CPU)
     message = one_line(error.value)
     assert "weight_scale_second" in message or f"group_size={stated!r}" in message
@@ -431,7 +431,7 @@ def test_one_global_rotation_changes_nothing(
 def test_quantized_twice(
     folders: Callable[[str, str], tuple[Path, Path]], one_line: Callable[[BaseException], str]
 ) -> None:
-    with pytest.raises(ValueError, match="quantised already") as error:
+    with pytest.raises(ValueError, match="quantized already") as error:
         pagoda.LLM(folders("llama", "ct-w8a8")[0], quantization="int4")
     one_line(error.value)
 
@@ -457,7 +457,7 @@ def test_experts_are_served_as_they_are_stored(
     quantized, dense = folders(model_type, name)
     llm = pagoda.LLM(quantized, dtype="float32", input_bits=16, block_size=4, num_blocks=64)
     reads = {record.name: record.matches for record in llm.compile_report.passes}
-    assert bool(reads["quantise_experts"]) == FORMATS[name].kernel
+    assert bool(reads["quantize_experts"]) == FORMATS[name].kernel
     check_tokens(llm, dense)
 
 

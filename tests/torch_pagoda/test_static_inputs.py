@@ -265,7 +265,7 @@ def test_tensors_that_do_not_fit(case: str, folder: Callable[..., Path], tmp_pat
     name, changes, leaf = REFUSED[case]
     with pytest.raises(ValueError, match=re.escape(f"{LAYER}.{leaf}")) as error:
         load_model(edited(folder(name), tmp_path / "it", **changes), "float32", False, CPU)
-    assert "is quantised" in str(error.value)
+    assert "is quantized" in str(error.value)
 
 
 def test_symmetric_offsets_of_0_are_none(folder: Callable[..., Path], tmp_path: Path) -> None:

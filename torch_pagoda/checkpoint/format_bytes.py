@@ -1,4 +1,4 @@
-"""Storage formats of a quantised checkpoint's weights by layer, and their sizes in bytes."""
+"""Storage formats of a quantized checkpoint's weights by layer, and their sizes in bytes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _sum(first: FormatBytes, second: FormatBytes) -> FormatBytes:
 
 
 def formats_of_files(name: str, config: Any, dtype: torch.dtype, *, target: str = "cpu") -> list[FormatBytes] | None:
-    """Return the formats of a quantised checkpoint, reading its tensors one by one; None for a float checkpoint.
+    """Return the formats of a quantized checkpoint, reading its tensors one by one; None for a float checkpoint.
 
     Args:
         name: folder, hub id or GGUF file.
@@ -169,7 +169,7 @@ def formats_of_files(name: str, config: Any, dtype: torch.dtype, *, target: str 
         target: "cpu" or "npu"; the NPU keeps fewer formats as stored.
 
     Raises:
-        ValueError: it is quantised, and its weights are missing or cannot be read.
+        ValueError: it is quantized, and its weights are missing or cannot be read.
     """
     if is_gguf(name):
         formats = formats_of_gguf(open_gguf(name), dtype, target=target)

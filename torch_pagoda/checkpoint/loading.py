@@ -84,7 +84,7 @@ def load_model(
         config: the config that ``load_config`` returned; by default it is read here.
 
     Raises:
-        ValueError: the source does not exist, is not a causal LM, is quantised in an unsupported way, or has missing
+        ValueError: the source does not exist, is not a causal LM, is quantized in an unsupported way, or has missing
             or broken weights.
     """
     wanted = resolve_dtype(dtype)
@@ -136,7 +136,7 @@ def _check_report(report: Any, model: Any, name: str) -> None:
         )
     missing = sorted(report["missing_keys"])
     if missing:
-        # transformers would initialise them at random and only mention it in a report.
+        # transformers would initialize them at random and only mention it in a report.
         raise ValueError(
             f"model={name!r} lacks {len(missing)} weights of {type(model).__name__}, for example {missing[0]!r}; "
             "pass a complete causal-LM checkpoint"
@@ -168,7 +168,7 @@ def _load_quantized(
     if (isinstance(state.get(head), StoredWeight) or head in unpacked) and getattr(
         plain, "tie_word_embeddings", False
     ):
-        plain.tie_word_embeddings = False  # the quantised head is a separate matrix
+        plain.tie_word_embeddings = False  # the quantized head is a separate matrix
     model, report = _made_of(state, model_class, plain, dtype, name)
     made = {key for key, read in state.items() if isinstance(read, StoredWeight)} | unpacked
     check_orientation(made, model, name, method)
@@ -253,15 +253,15 @@ def _of_gguf(name: str) -> GgufCheckpoint:
 
 
 def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]] | None:
-    """Iterate over the tensors of a quantised checkpoint, read one by one; None for a float checkpoint.
+    """Iterate over the tensors of a quantized checkpoint, read one by one; None for a float checkpoint.
 
     Args:
         name: folder, hub id or GGUF file.
         config: config of the checkpoint.
-        dtype: dtype that quantised weights appear in.
+        dtype: dtype that quantized weights appear in.
 
     Raises:
-        ValueError: it is quantised, and its weights are missing or cannot be read.
+        ValueError: it is quantized, and its weights are missing or cannot be read.
     """
     if is_gguf(name):
         return _of_gguf(name).tensors(dtype)
@@ -313,7 +313,7 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
         return CheckpointFiles(weights, texts, resolve_dtype(dtype))
     if method.unpacks:  # the program's weights are not in the files
         return None
-    texts["quantised by"] = method.name
+    texts["quantized by"] = method.name
 
     def read(shown: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return read_quantized(name, method, weights, of_files(weights), shown)
@@ -475,7 +475,7 @@ def check_module(model: object, dtype: str | torch.dtype, device: torch.device) 
     if not is_causal_lm(model):
         raise ValueError(f"model is a {kind}, which is not a causal LM; load it with AutoModelForCausalLM")
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"model is a quantised {kind}, which is not supported; load it in float")
+        raise ValueError(f"model is a quantized {kind}, which is not supported; load it in float")
     if model.training:
         raise ValueError(
             f"model is a {kind} in train() mode, but the engine only runs inference; call model.eval() first"

@@ -1,6 +1,6 @@
-"""Detects how a checkpoint is quantised, and rejects codes without a known meaning.
+"""Detects how a checkpoint is quantized, and rejects codes without a known meaning.
 
-A quantised checkpoint stores codes and the tensors that turn them into weights. Read as a float checkpoint, its codes
+A quantized checkpoint stores codes and the tensors that turn them into weights. Read as a float checkpoint, its codes
 would be served as weights: transformers casts them to float and only lists the leftover tensors. So everything that
 reveals codes is checked: the config, files and tensors next to the weights, and the dtype of loaded tensors. Methods
 with a reader are read (``quantized_tensors``); all others are rejected by name.
@@ -46,7 +46,7 @@ _DESCRIPTIONS = (
     ("quantize_config*.json", "GPTQ"),
     ("quant_config*.json", "AWQ"),
 )
-"""Files next to a config that describe how the weights were quantised."""
+"""Files next to a config that describe how the weights were quantized."""
 
 _BY_DTYPE = "compressed-tensors or msModelSlim"
 """Methods whose codes are bytes; FP8 if they are floats."""
@@ -68,14 +68,14 @@ _COMPANIONS = (
 
 @dataclass(frozen=True)
 class Method:
-    """A supported method of quantisation.
+    """A supported method of quantization.
 
     Attributes:
         name: name that users know.
         read: its reader.
-        is_companion: returns True if the last part of a tensor's name belongs to a quantised weight.
+        is_companion: returns True if the last part of a tensor's name belongs to a quantized weight.
         settings: the config's settings of the method.
-        evidence: reason to consider the checkpoint quantised.
+        evidence: reason to consider the checkpoint quantized.
         kinds: name of a tensor → its storage, if a description states it; else empty.
         unpacks: True if the reader converts weights to floats, because no kernel multiplies with their codes.
     """
@@ -106,12 +106,12 @@ _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Methods of old checkpoints whose config does not mention them."""
 DESCRIPTIONS = tuple(pattern for pattern, _ in _DESCRIPTIONS)
-"""Name patterns of files that describe how the weights next to them are quantised."""
+"""Name patterns of files that describe how the weights next to them are quantized."""
 _LARGEST_DESCRIPTION = 64 << 20
 
 
 def quantization_method(config: Any, name: str) -> Method | None:
-    """Return a checkpoint's method of quantisation according to its config or a file next to it.
+    """Return a checkpoint's method of quantization according to its config or a file next to it.
 
     Args:
         config: config of the checkpoint, an object of transformers or the content of its file.
@@ -147,7 +147,7 @@ def quantization_method(config: Any, name: str) -> Method | None:
 
 
 def check_float(config: Any, name: str, purpose: str) -> None:
-    """Reject a quantised checkpoint for a purpose that only supports float checkpoints.
+    """Reject a quantized checkpoint for a purpose that only supports float checkpoints.
 
     Args:
         config: config of the checkpoint.
@@ -155,7 +155,7 @@ def check_float(config: Any, name: str, purpose: str) -> None:
         purpose: the intended use, for the message.
 
     Raises:
-        ValueError: it is quantised.
+        ValueError: it is quantized.
     """
     method = quantization_method(config, name)
     said = (
@@ -163,7 +163,7 @@ def check_float(config: Any, name: str, purpose: str) -> None:
     )
     if said:
         raise ValueError(
-            f"model={name!r} is quantised ({said}), and {purpose} would be taken for "
+            f"model={name!r} is quantized ({said}), and {purpose} would be taken for "
             "floats; load it instead (pagoda inspect of a folder with weights, LLM), or pass the float checkpoint"
         )
 
@@ -211,12 +211,12 @@ def _read_json(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def broken(name: str, method: str, what: str) -> ValueError:
-    """Return the error for a quantised checkpoint that a reader cannot read."""
-    return ValueError(f"model={name!r} is quantised ({method}), and {what}")
+    """Return the error for a quantized checkpoint that a reader cannot read."""
+    return ValueError(f"model={name!r} is quantized ({method}), and {what}")
 
 
 def _quantization_configs(config: Mapping[str, Any], place: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the entries about quantised weights of a config and its nested configs, with their dotted names."""
+    """Yield the entries about quantized weights of a config and its nested configs, with their dotted names."""
     for key, value in config.items():
         if key in _CONFIG_KEYS:
             if value is not None:
@@ -276,7 +276,7 @@ def check_loaded(tensors: Mapping[str, StoredTensor], model: nn.Module, unexpect
         if beside:
             raise ValueError(
                 f"model={name!r} holds {key!r}, but {type(model).__name__} reads {beside!r} without it and would "
-                "serve wrong weights; if they are quantised, pass the float checkpoint they come from, else one of "
+                "serve wrong weights; if they are quantized, pass the float checkpoint they come from, else one of "
                 "this architecture"
             )
     # Integers may be masks and tables, which the model keeps as integers too, or leaves alone.
@@ -301,7 +301,7 @@ def check_orientation(made: Iterable[str], model: PreTrainedModel, name: str, me
         made: names of the weights.
         model: model loaded with them.
         name: the checkpoint's folder or hub id.
-        method: method of quantisation.
+        method: method of quantization.
 
     Raises:
         ValueError: the message names a weight.
@@ -326,8 +326,8 @@ def _beside(key: str, kept: Mapping[str, Any]) -> str:
 
 
 def refusal(name: str, method: str, evidence: str) -> ValueError:
-    """Return the error for an unsupported quantised checkpoint: evidence, method and remedy."""
+    """Return the error for an unsupported quantized checkpoint: evidence, method and remedy."""
     return ValueError(
-        f"model={name!r} is quantised ({method}: {evidence}), which is not supported; pass the float checkpoint that "
-        "it was made from, and quantization='int8' or 'int4' to quantise it at load time"
+        f"model={name!r} is quantized ({method}: {evidence}), which is not supported; pass the float checkpoint that "
+        "it was made from, and quantization='int8' or 'int4' to quantize it at load time"
     )

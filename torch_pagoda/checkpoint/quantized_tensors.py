@@ -1,4 +1,4 @@
-"""Reads the tensors of a quantised checkpoint under the names of a float one, with its weights as stored."""
+"""Reads the tensors of a quantized checkpoint under the names of a float one, with its weights as stored."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ logger = logging.getLogger(__name__)
 def read_quantized(
     name: str, method: Method, files: list[str], tensors: Mapping[str, StoredTensor], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the checkpoint's tensors under the names of a state dict: quantised weights as ``StoredWeight``, all
+    """Yield the checkpoint's tensors under the names of a state dict: quantized weights as ``StoredWeight``, all
     others unchanged. They are read one by one.
 
     Args:
         name: folder or hub id.
-        method: method of quantisation.
+        method: method of quantization.
         files: its weight files.
         tensors: their tensors.
-        dtype: dtype that quantised weights appear in.
+        dtype: dtype that quantized weights appear in.
 
     Raises:
         ValueError: a tensor is missing, broken, contradicts the config, or contains codes without a known meaning;
@@ -85,7 +85,7 @@ def unpacked_weights(
 def warn_of_unpacked(name: str, method: Method, count: int, dtype: torch.dtype) -> None:
     """Warn that weights are served as floats."""
     logger.warning(
-        "model=%r is quantised (%s) with codes that no kernel multiplies: %d weights are unpacked to %s and cost its "
+        "model=%r is quantized (%s) with codes that no kernel multiplies: %d weights are unpacked to %s and cost its "
         "memory and time; pass the float checkpoint with quantization='int8' or 'int4' to save both",
         name,
         method.name,
@@ -127,7 +127,7 @@ def _opened(files: list[str], name: str) -> Iterator[Callable[[str], torch.Tenso
     torn = [file for file in files if not file.endswith(".safetensors")]
     if torn:
         raise ValueError(
-            f"model={name!r} is quantised, but {Path(torn[0]).name} is not safetensors; pass the checkpoint as "
+            f"model={name!r} is quantized, but {Path(torn[0]).name} is not safetensors; pass the checkpoint as "
             "safetensors"
         )
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The table of a quantised checkpoint's formats, for ``pagoda plan`` and ``pagoda inspect``."""
+"""The table of a quantized checkpoint's formats, for ``pagoda plan`` and ``pagoda inspect``."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class GenerateOptions(EngineCommandOptions):
     n: int = option(1, "Completions per prompt.", flags=("--n", "-n"))
     best_of: int | None = option(None, "Run so many, show the likeliest --n.")
     beam_width: int | None = option(None, "Beam search with so many beams; shows the best --n.")
-    length_penalty: float | None = option(None, "Of beams; 0: none, 1: the default, more favours long texts.")
+    length_penalty: float | None = option(None, "Of beams; 0: none, 1: the default, more favors long texts.")
     stop: list[str] | None = option(None, "Stop before this text; repeatable.")
     ignore_eos: bool = option(False, "Go on after the end token.")
     logprobs: int | None = option(None, "With --json: per token, and so many likely ones.")

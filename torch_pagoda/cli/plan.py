@@ -60,7 +60,7 @@ def plan(
 ) -> None:
     """Show how a memory divides into weights, activations and KV cache, and how many sequences fit at once.
 
-    Only the configuration is read, and the weights of a quantised checkpoint, which tell their formats. Beside the
+    Only the configuration is read, and the weights of a quantized checkpoint, which tell their formats. Beside the
     paged cache stands contiguous allocation, where each sequence reserves --max-model-len tokens. Exit status: 0, 1
     when the model does not fit, 2 for a mistake in the arguments or a model that cannot be served.
     """
@@ -138,7 +138,7 @@ def _kind_and_config(model: str) -> tuple[Any, Any, str]:
 
 
 def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> list[FormatBytes] | None:
-    """The formats of a quantised checkpoint; None for a float one."""
+    """The formats of a quantized checkpoint; None for a float one."""
     import torch
 
     from ..checkpoint.format_bytes import formats_of_files
@@ -207,9 +207,9 @@ def _limits(found: MemoryPlan) -> Table:
             _number(limit.sequence_bytes / GIB),
             _number(limit.sequence_bytes / GB),
             str(limit.paged),
-            f"{100 * limit.paged_utilisation:.0f} %",
+            f"{100 * limit.paged_utilization:.0f} %",
             str(limit.contiguous),
-            f"{100 * limit.contiguous_utilisation:.0f} %",
+            f"{100 * limit.contiguous_utilization:.0f} %",
             str(limit.running),
         )
     return table

@@ -14,7 +14,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from ..runtime.requests.outputs import Logprob, RequestOutput
 
-_RATIOS = ("utilisation", "internal_fragmentation", "prefix_hit_rate")
+_RATIOS = ("utilization", "internal_fragmentation", "prefix_hit_rate")
 
 
 def print_outputs(outputs: Sequence[RequestOutput], as_json: bool, scores: list[list[float]] | None) -> None:

@@ -52,7 +52,7 @@ def quantize(
     config.json and finds the very same whole numbers again, and transformers loads it as any other. The head is not
     rounded here; int4 keeps 8 bits of it.
 
-    With --format compressed-tensors it is written as a quantised checkpoint instead (pack-quantized, W4A16), which
+    With --format compressed-tensors it is written as a quantized checkpoint instead (pack-quantized, W4A16), which
     vLLM, transformers and LLM serve as it is.
 
     Takes memory for the float model and the hidden states of the text, and runs the text through each decoder layer

@@ -171,7 +171,7 @@ def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrain
 
 
 def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
-    """The formats of a quantised checkpoint; none of a float one."""
+    """The formats of a quantized checkpoint; none of a float one."""
     from ..checkpoint.format_bytes import formats_of, formats_of_gguf
     from ..checkpoint.gguf.checkpoint import open_gguf
     from ..checkpoint.gguf.container import is_gguf

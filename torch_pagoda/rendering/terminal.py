@@ -10,7 +10,7 @@ from rich.text import Text
 from .fitted_table import FittedTable
 from .section import Cell, Section, as_styled, split_marks
 
-_COLOURS = {"good": "green", "bad": "red", "warn": "yellow", "strong": "bold", "dim": "dim", "": ""}
+_COLORS = {"good": "green", "bad": "red", "warn": "yellow", "strong": "bold", "dim": "dim", "": ""}
 
 
 def section_tables(section: Section) -> list[RenderableType]:
@@ -51,4 +51,4 @@ def _long_cells(section: Section, first: str, shown: list[int]) -> Table:
 def styled_text(cell: Cell) -> Text:
     """A cell in its color."""
     text, style = as_styled(cell)
-    return Text(text, style=_COLOURS[style])
+    return Text(text, style=_COLORS[style])

@@ -1,6 +1,6 @@
 """Contents of a graph before any pass: norms, rotations, attention, MLPs and MoE blocks, counted by provenance.
 
-The passes recognise these by what they compute. Here they are found by where they come from, class names of modules
+The passes recognize these by what they compute. Here they are found by where they come from, class names of modules
 and names of traced functions, so that the two counts are independent and their difference says what was missed.
 """
 
@@ -32,17 +32,17 @@ _EXPERTS = re.compile(r"Experts$")
 _MIXER = re.compile(r"attention|attn|mixer|mamba|delta|norm(gated)?$|router|conv|experts$", re.IGNORECASE)
 ACTIVATION_MODULE = re.compile(r"activation|gelu|silu|swish|relu|xielu|mish|tanh|sigmoid", re.IGNORECASE)
 # Each norm has to divide by a size that it computes.
-_NORMALISES = re.compile(r"rsqrt|sqrt|layer_norm|rms_norm|linalg_vector_norm|pow|batch_norm|group_norm|var")
+_NORMALIZES = re.compile(r"rsqrt|sqrt|layer_norm|rms_norm|linalg_vector_norm|pow|batch_norm|group_norm|var")
 # Classes that hold everything; their names say what the model is, not what they compute.
 _CONTAINERS = re.compile(r"(Model|LM|Block|(?<!Mamba)Layer)$")
 # A norm that takes the mean away is a layer norm.
-_CENTRES = re.compile(r"layer_norm|sub|var")
+_CENTERS = re.compile(r"layer_norm|sub|var")
 _SLICES = frozenset("slice split split_with_sizes chunk select unbind getitem narrow".split())
 
 
 @dataclass(frozen=True)
 class Expected:
-    """One thing that a pass should recognise.
+    """One thing that a pass should recognize.
 
     Attributes:
         kind: one of ``KINDS``.
@@ -109,7 +109,7 @@ def _expected(kind: str, groups: Iterable[Sequence[fx.Node]], layers: DecoderLay
 
 def _spelling(kind: str, group: Sequence[fx.Node]) -> str:
     if kind == "norm":
-        return "layer" if any(_CENTRES.search(callee(n)) for n in group) else "rms"
+        return "layer" if any(_CENTERS.search(callee(n)) for n in group) else "rms"
     if kind == "attention":
         origin = group[0].meta.get("source_fn_stack") or [("", "")]
         return "sdpa" if "scaled_dot_product" in f"{origin[-1][0]} {callee(group[0])}" else "eager"
@@ -128,7 +128,7 @@ def _norms(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
         stack = scopes(node)
         return stack[-1] if stack and NORM_MODULE.search(stack[-1].kind) else None
 
-    return [g for g in _regions(calls, norm) if any(_NORMALISES.search(callee(n)) for n in g)]
+    return [g for g in _regions(calls, norm) if any(_NORMALIZES.search(callee(n)) for n in g)]
 
 
 def _rotations(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:

@@ -44,7 +44,7 @@ from .recognition import recognition
 from .regions import Leftover, leftovers
 from .schedule import schedule_plan
 
-# What the recognising passes look for, by a part of their names: kinds and spelling ("" for all).
+# What the recognizing passes look for, by a part of their names: kinds and spelling ("" for all).
 _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("sdpa", ("attention",), "sdpa"),
     ("eager_attention", ("attention",), "eager"),
@@ -221,7 +221,7 @@ def _explained(
         opt_level=options.opt_level,
         passes=_pass_summaries(report, options, expected, layers),
         layers=[_renumbered(summaries[like], number) for number, like in enumerate(representatives)],
-        recognised=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
+        recognized=recognition(expected, after.graph, layers_after, report.passes) if after and layers_after else [],
         leftovers=_leftovers(after, layers_after, report),
         target_graph=_target_graph(after, layers_after, representatives),
         drop_in=drop_in,
@@ -280,8 +280,8 @@ def _pass_summary(
 
 
 def _looked_for(name: str, expected: Sequence[Expected]) -> list[Expected] | None:
-    """The things that a recognising pass should find; None for a pass that recognises nothing that is counted."""
-    if not name.startswith("recognise_"):
+    """The things that a recognizing pass should find; None for a pass that recognizes nothing that is counted."""
+    if not name.startswith("recognize_"):
         return None
     for part, kinds, spelling in _LOOKS_FOR:
         if part in name:

@@ -18,7 +18,7 @@ from .tables import tables
 class Explanation(Findings):
     """An account of what compiling a model does to it, and what it does not do.
 
-    In a terminal it is a set of tables (``print`` it, or let rich print it in colour). Its attributes are those of
+    In a terminal it is a set of tables (``print`` it, or let rich print it in color). Its attributes are those of
     ``Findings``.
     """
 

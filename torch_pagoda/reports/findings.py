@@ -41,7 +41,7 @@ class PassSummary:
         name: as in the pipeline list.
         level: lowest ``opt_level`` that runs it; -1 for what is no entry of the list.
         matches: places that it rewrote.
-        expected: how many there are by provenance; None for passes that rewrite what others recognised.
+        expected: how many there are by provenance; None for passes that rewrite what others recognized.
         expected_per_layer: the same, the maximum over decoder layers.
         near_misses: places that it left alone.
         seconds: wall time.
@@ -117,7 +117,7 @@ class Findings:
         opt_level: the level that was asked for.
         passes: in order.
         layers: the decoder layers, all of the model's.
-        recognised: by kind, what the model holds and how much of it was recognised.
+        recognized: by kind, what the model holds and how much of it was recognized.
         leftovers: operators that passes should have taken; for an NPU all of ATen that decoder layers still hold.
         target_graph: the lowered graph as a whole.
         drop_in: graph breaks and recompiles.
@@ -136,7 +136,7 @@ class Findings:
     opt_level: int
     passes: list[PassSummary]
     layers: list[LayerSummary]
-    recognised: list[Recognition]
+    recognized: list[Recognition]
     leftovers: list[Leftover]
     target_graph: TargetGraph
     drop_in: DropIn
@@ -163,9 +163,9 @@ class Findings:
             "leftovers": [asdict(leftover) for leftover in self.leftovers],
             "target_graph": asdict(self.target_graph),
             "launches_per_layer_before": self.launches_before,
-            "recognised": {
+            "recognized": {
                 r.kind: {"expected": r.expected, "matched": r.matched, "missed": [asdict(m) for m in r.missed]}
-                for r in self.recognised
+                for r in self.recognized
             },
             "dropped_passes": [{"name": p.name, "reason": p.dropped} for p in self.passes if p.dropped],
             "graph_breaks": self.drop_in.graph_breaks,

@@ -21,7 +21,7 @@ class Layout:
 
     Attributes:
         rank: row of each box, from the top.
-        x: centre of each box.
+        x: center of each box.
         routes: per arrow, the ``(x, rank)`` points that it goes through, its ends included.
         width: of the whole, boxes included; the leftmost edge is at 0.
         ranks: number of rows.
@@ -82,16 +82,16 @@ def _ranks(count: int, arrows: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _order(rows: list[list[int]], above: list[list[int]], below: list[list[int]]) -> None:
-    """Sort each row by the mean place of its neighbours, downwards and upwards in turn; keep the best order seen."""
+    """Sort each row by the mean place of its neighbors, downwards and upwards in turn; keep the best order seen."""
     best, fewest = [list(row) for row in rows], _crossings(rows, below)
     for sweep in range(_SWEEPS):
-        neighbours = above if sweep % 2 == 0 else below
+        neighbors = above if sweep % 2 == 0 else below
         for row in rows if sweep % 2 == 0 else reversed(rows):
             place = {item: i for other in rows for i, item in enumerate(other)}
             here = {item: float(i) for i, item in enumerate(row)}
             for item in row:
-                if neighbours[item]:
-                    here[item] = sum(place[n] for n in neighbours[item]) / len(neighbours[item])
+                if neighbors[item]:
+                    here[item] = sum(place[n] for n in neighbors[item]) / len(neighbors[item])
             row.sort(key=here.__getitem__)
         crossings = _crossings(rows, below)
         if crossings < fewest:
@@ -113,7 +113,7 @@ def _crossings(rows: list[list[int]], below: list[list[int]]) -> int:
 def _positions(
     rows: list[list[int]], above: list[list[int]], below: list[list[int]], width: list[float], boxes: int
 ) -> list[float]:
-    """Pull every item under the mean of its neighbours, without changing the order within rows."""
+    """Pull every item under the mean of its neighbors, without changing the order within rows."""
     x = [0.0] * len(width)
     for row in rows:
         at = 0.0
@@ -123,11 +123,11 @@ def _positions(
         for item in row:
             x[item] -= (at - _GAP) / 2
     for sweep in range(_SWEEPS):
-        neighbours = above if sweep % 2 == 0 else below
+        neighbors = above if sweep % 2 == 0 else below
         for row in rows if sweep % 2 == 0 else reversed(rows):
             wished, weights = [], []
             for item in row:
-                near = neighbours[item] or above[item] or below[item]
+                near = neighbors[item] or above[item] or below[item]
                 wished.append(sum(x[n] for n in near) / len(near) if near else x[item])
                 # Long arrows should be straight: what stands for a part of one yields less.
                 weights.append(1.0 if item < boxes else 3.0)

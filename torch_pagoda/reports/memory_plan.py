@@ -31,7 +31,7 @@ class LengthLimit:
         paged: sequences that fit in blocks.
         contiguous: sequences that fit when each reserves ``max_model_len`` tokens; the same at every length.
         running: sequences that the pools as planned, and ``max_num_seqs``, let run at once.
-        paged_utilisation, contiguous_utilisation: share of the slots that a sequence takes which hold tokens.
+        paged_utilization, contiguous_utilization: share of the slots that a sequence takes which hold tokens.
     """
 
     tokens: int
@@ -39,8 +39,8 @@ class LengthLimit:
     paged: int
     contiguous: int
     running: int
-    paged_utilisation: float
-    contiguous_utilisation: float
+    paged_utilization: float
+    contiguous_utilization: float
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ def plan_memory(
             paged=max(0, usable - chunk_bytes) // sequence_bytes,
             contiguous=contiguous,
             running=min(*fitting, max_num_seqs),
-            paged_utilisation=tokens / (blocks * block_size),
-            contiguous_utilisation=tokens / max_model_len,
+            paged_utilization=tokens / (blocks * block_size),
+            contiguous_utilization=tokens / max_model_len,
         )
 
     return MemoryPlan(

@@ -40,7 +40,7 @@ def _memory_line(found: Findings) -> str:
 
 def sections(found: Findings) -> list[Section]:
     """All tables, in the order in which they are read."""
-    parts = [_passes(found), _recognised(found), _layers(found), _near_misses(found), _leftovers(found)]
+    parts = [_passes(found), _recognized(found), _layers(found), _near_misses(found), _leftovers(found)]
     return [*(section for section in parts if section.rows), *npu_sections(found)]
 
 
@@ -66,17 +66,17 @@ def _passes(found: Findings) -> Section:
     return Section("Passes", columns, tuple(rows))
 
 
-def _recognised(found: Findings) -> Section:
+def _recognized(found: Findings) -> Section:
     rows: list[tuple[Cell, ...]] = []
-    for r in found.recognised:
+    for r in found.recognized:
         if r.expected:
             missed = counted((alike(m.module), m.reason) for m in r.missed)
             lines = "\n".join(f"{times(module, count)}: {reason}" for (module, reason), count in missed)
             matched = Styled(str(r.matched), "good" if r.matched == r.expected else "warn")
             rows.append((r.kind, str(r.expected), matched, lines))
     hint = "What the model holds is counted by the modules and functions it comes from, apart from the passes."
-    columns = ("kind!", "in the model#", "recognised#", "missed")
-    return Section("Recognised", columns, tuple(rows), hint=hint)
+    columns = ("kind!", "in the model#", "recognized#", "missed")
+    return Section("Recognized", columns, tuple(rows), hint=hint)
 
 
 def _layers(found: Findings) -> Section:

@@ -101,7 +101,7 @@ class GeReport:
 @phase("torchair")
 def graph_engine_report(model: nn.Module, representatives: Sequence[int], options: CompileOptions) -> GeReport:
     """Convert a model with the real torchair; it is built anew from its configuration, without values, its weights in
-    the formats that a quantised checkpoint stores them in.
+    the formats that a quantized checkpoint stores them in.
 
     Nothing is downloaded. Takes about half a minute, most of it in another process.
 

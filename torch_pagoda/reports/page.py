@@ -51,10 +51,10 @@ def page(found: Findings, layer: int | None = None) -> str:
         *(part for section in sections(found) for part in section_html(section)),
         *_drawings(found, layer),
     ]
-    return document(f"{found.model}: what pagoda does to it", parts, _STYLE + _colours())
+    return document(f"{found.model}: what pagoda does to it", parts, _STYLE + _colors())
 
 
-def _colours() -> str:
+def _colors() -> str:
     kinds = [kind for kind in KINDS if kind != "input"]
     return "".join(
         f"svg .k-{kind or 'other'} rect, .legend .k-{kind or 'other'} {{ fill: var(--{kind or 'other'}); "

@@ -1,4 +1,4 @@
-"""The share of what a model holds that the passes recognised, and what they missed."""
+"""The share of what a model holds that the passes recognized, and what they missed."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from .expected import KINDS, Expected
 from .regions import UNSAID, said_about
 
 _EXPERTS = re.compile(r"Experts$")
-# The passes that recognise a kind, and those that take some of it for another kind.
+# The passes that recognize a kind, and those that take some of it for another kind.
 _PASSES_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "attention": (
-        ("recognise_sdpa", "recognise_eager_attention", "recognise_indexed_attention", "recognise_relative_bias"),
+        ("recognize_sdpa", "recognize_eager_attention", "recognize_indexed_attention", "recognize_relative_bias"),
         (),
     ),
-    "norm": (("recognise_rms_norm", "recognise_layer_norm"), ()),
-    "rope": (("recognise_rope",), ()),
-    "gated_mlp": (("recognise_gated_activation",), ()),
-    "activation": (("recognise_activation",), ("recognise_gated_activation",)),
-    "moe": (("recognise_moe",), ()),
+    "norm": (("recognize_rms_norm", "recognize_layer_norm"), ()),
+    "rope": (("recognize_rope",), ()),
+    "gated_mlp": (("recognize_gated_activation",), ()),
+    "activation": (("recognize_activation",), ("recognize_gated_activation",)),
+    "moe": (("recognize_moe",), ()),
 }
 
 
 @dataclass(frozen=True)
 class Missed:
-    """Something that no pass recognised.
+    """Something that no pass recognized.
 
     Attributes:
         module: qualified name of the module that computes it.
@@ -68,7 +68,7 @@ def recognition(
 ) -> list[Recognition]:
     """Hold what an untouched graph was found to contain against the operators of the lowered one.
 
-    Layer by layer, for fusions may carry an operator from one module into its neighbour. Of a graph that is lowered
+    Layer by layer, for fusions may carry an operator from one module into its neighbor. Of a graph that is lowered
     for an NPU the counts of the passes are taken.
 
     Args:
@@ -93,7 +93,7 @@ def recognition(
         missed = []
         for layer in sorted({e.layer for e in wanted}):
             here = [e for e in wanted if e.layer == layer]
-            # Those whose module has an operator of the kind come first among the recognised.
+            # Those whose module has an operator of the kind come first among the recognized.
             here.sort(key=lambda e: (e.kind, e.module) not in modules)
             for e in here[found[kind, layer] :]:
                 missed.append(Missed(e.module, layer, said_about(kind, "", e.module, said)))

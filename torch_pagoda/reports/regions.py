@@ -19,7 +19,7 @@ _PROJECTIONS = GEMMS - {"bmm", "baddbmm", "matmul"}
 _MLP = re.compile(r"mlp|feed_?forward|ffn", re.IGNORECASE)
 _MOE = re.compile(r"experts|router|moe(layer|block)?$|sparse|gate$", re.IGNORECASE)
 _ROTARY_MODULE = re.compile(r"rotary|rope", re.IGNORECASE)
-UNSAID = "no pass recognised it"
+UNSAID = "no pass recognized it"
 """The reason where no pass has said anything."""
 _REGIONS = frozenset({"attention", "norm", "rope", "activation"})
 # The part of a pass's name that says what it is about.

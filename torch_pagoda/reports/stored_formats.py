@@ -18,7 +18,7 @@ the model's orders its inputs have, -1 for none. Ready for ``json.dump``."""
 
 
 def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
-    """The formats of the weights that a quantised checkpoint stores."""
+    """The formats of the weights that a quantized checkpoint stores."""
     orders: dict[bytes, int] = {}
     found: dict[str, list[Any]] = {}
     for name, weight in model.named_parameters():

@@ -28,7 +28,7 @@ KINDS = {
 
 
 def svg(graph: LayerGraph, title: str) -> str:
-    """One ``<svg>`` element; colours come from the page's style sheet."""
+    """One ``<svg>`` element; colors come from the page's style sheet."""
     widths = [_width(box) for box in graph.boxes]
     layout = layered(widths, graph.arrows)
     width = layout.width + 2 * _MARGIN

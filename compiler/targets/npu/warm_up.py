@@ -190,7 +190,7 @@ class Spare:
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """What the step wrote into each tensor, ``[tokens, n]`` in float32, or of a state ``[1, n]``; and for int8 by
-        how much a number moves that is rounded to the neighbouring integer."""
+        how much a number moves that is rounded to the neighboring integer."""
         room = self._room
         last = room.first_block + room.num_blocks
         for _, spec, j, tensors in self._tensors():

@@ -6,7 +6,7 @@ the format FRACTAL_NZ, tiles of 16 × 16 in the order of the cube unit, which th
 tensor cannot be viewed, sliced or made contiguous afterwards (``npu_format_cast`` in the vendor's documentation), so
 everything that reads it has to take it whole.
 
-What products read in 8 bits is made here of the weight, which is rounded or stored so by a quantised checkpoint.
+What products read in 8 bits is made here of the weight, which is rounded or stored so by a quantized checkpoint.
 Stored weights that other operators read are unpacked.
 """
 
@@ -129,7 +129,7 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, che
 
 
 def _make_quantized(traced: TracedGraph, release: bool, check: bool) -> int:
-    """Make the inputs of quantised products, and free what they are made of where nothing else reads it; their
+    """Make the inputs of quantized products, and free what they are made of where nothing else reads it; their
     bytes."""
     size = 0
     for inputs in traced.notes.quantized:

@@ -12,7 +12,7 @@ Becomes:
     the same operators with batch_invariant=True
 Why it is wanted:
     Libraries of matrix products block sums by the number of rows, attention splits keys by what else there is to do,
-    and vectorised functions treat the ends of a thread's share differently. Answers then change with the load.
+    and vectorized functions treat the ends of a thread's share differently. Answers then change with the load.
 
 What is left is looked at node by node: operators that copy numbers or round each one by itself, as IEEE 754 says, are
 the same everywhere, and so are our own; all others that yield floating-point numbers are refused by name.
@@ -75,7 +75,7 @@ def make_batch_invariant(traced: TracedGraph) -> PassRecord:
             where = f" in {path}" if (path := module_path(node)) else ""
             raise UnsupportedModel(
                 f"batch_invariant=True cannot be kept: {node.target}{where} {reason}; leave it out, or let the "
-                "passes that recognise such operators run (opt_level=2)"
+                "passes that recognize such operators run (opt_level=2)"
             )
     return record
 

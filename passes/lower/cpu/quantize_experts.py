@@ -1,4 +1,4 @@
-"""Round the weights of experts to a few bits, or read them as a quantised checkpoint stores them.
+"""Round the weights of experts to a few bits, or read them as a quantized checkpoint stores them.
 
 Level 0: where asked for (``quantization``) the numbers change, and weights that are stored rounded are served so at
 every level.
@@ -59,7 +59,7 @@ def quantize_experts(traced: TracedGraph) -> PassRecord:
             weights.note_experts(weight, scheme, stored=stored, transposed=call.transposed)
         return ""
 
-    record = rewrite_each(traced, "quantise_experts", step, weights.experts())
+    record = rewrite_each(traced, "quantize_experts", step, weights.experts())
     weights.close()
     return record
 

@@ -40,7 +40,7 @@ def quantize_linears(traced: TracedGraph) -> PassRecord:
     """
     scheme = traced.quantization
     if scheme is None or not traced.paged:
-        return PassRecord("quantise_linears")
+        return PassRecord("quantize_linears")
     weights = PackedWeights(traced)
     vocab_size = shape(traced.output.args[0][0])[-1]  # type: ignore[index,arg-type]
 
@@ -58,7 +58,7 @@ def quantize_linears(traced: TracedGraph) -> PassRecord:
             traced.substitute(node, new)
         return ""
 
-    record = rewrite_each(traced, "quantise_linears", step, weights.linears())
+    record = rewrite_each(traced, "quantize_linears", step, weights.linears())
     weights.close()
     return record
 

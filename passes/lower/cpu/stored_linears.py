@@ -1,4 +1,4 @@
-"""Reading by linear layers of weights as a quantised checkpoint stores them.
+"""Reading by linear layers of weights as a quantized checkpoint stores them.
 
 Matches:
     linear(x, W, b), linear(x, t(W), b)              # W is a StoredWeight of a format that the kernel reads

@@ -7,7 +7,7 @@ Becomes:
     where only a half is read: that half, without the stack
 Why:
     Ascend's graph engine knows no complex numbers, nor does torchair convert polar; models with rotations by complex
-    products (DeepSeek-V2) keep such tables once their rotations are recognised.
+    products (DeepSeek-V2) keep such tables once their rotations are recognized.
 
 Level 0.
 """

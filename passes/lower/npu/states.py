@@ -25,7 +25,7 @@ from torch import fx
 
 from ....runtime.npu_target import Product
 from ....runtime.ops.npu.limits.states import MAX_RECURRENT_TOKENS
-from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence, normalised
+from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence, normalized
 from ....runtime.ops.state.chunked_scan import SCAN_CHUNK, chunked_scan
 from ....runtime.ops.state.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
@@ -115,7 +115,7 @@ def _fused_delta_rule(
         site.refuse(chunked, "it knows no decay of each key channel, or of a head for all tokens alike")
         return None
     dtype = value(val).dtype
-    q, k = site.inline(_normalised_rows, query, key, l2norm_eps, dtype)
+    q, k = site.inline(_normalized_rows, query, key, l2norm_eps, dtype)
     before, lens = site.inline(_started_states, state, dtype, *where[:2])
     rows = [site.traced.call(_aten.select.int, x, 0, 0) for x in (val, site.cast(beta, dtype))]
     decays = site.traced.call(_aten.select.int, site.cast(log_decay, torch.float32), 0, 0)
@@ -137,12 +137,12 @@ def _fused_delta_rule(
     return rows_out, site.item(results, 1)
 
 
-def _normalised_rows(
+def _normalized_rows(
     query: torch.Tensor, key: torch.Tensor, eps: float | None, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[1, T, Hk, N]`` as ``[T, Hk, N]``, normalised as the operator leaves to its callers."""
+    """``[1, T, Hk, N]`` as ``[T, Hk, N]``, normalized as the operator leaves to its callers."""
     wide = torch.promote_types(dtype, torch.float32)
-    q, k = (normalised(x[0].to(wide), eps).to(dtype).contiguous() for x in (query, key))
+    q, k = (normalized(x[0].to(wide), eps).to(dtype).contiguous() for x in (query, key))
     return q, k
 
 

@@ -157,13 +157,13 @@ int64_t check(const PagedAttentionArguments& a) {
   return 0;
 }
 
-// One head of one token, quantised; its scale.
+// One head of one token, quantized; its scale.
 float write_int8(const char* from, int64_t dtype, int64_t stride, char* to, int64_t to_stride, int64_t n,
                  Scratch& scratch) {
   float* floats = scratch.take<float>(n);
   load_floats(floats, from, dtype, n, stride);
   int8_t* whole = to_stride == 1 ? (int8_t*)to : scratch.take<int8_t>(n);
-  const float scale = quantise_row(whole, floats, n);
+  const float scale = quantize_row(whole, floats, n);
   if (to_stride != 1)
     for (int64_t i = 0; i < n; ++i) to[i * to_stride] = (char)whole[i];
   scratch.used = 0;

@@ -1,5 +1,5 @@
 // CPU kernel of pagoda::elementwise (its Python twin is in elementwise.py; keep them in step): functions of one number
-// that come out alike wherever it stands. Operators of torch take vectors of neighbours and single numbers at the ends
+// that come out alike wherever it stands. Operators of torch take vectors of neighbors and single numbers at the ends
 // of what each thread gets, by other formulas.
 
 #include <cmath>

@@ -22,7 +22,7 @@ static inline float row_scale(const float* from, int64_t n, float most) {
 }
 
 // Stores n floats in int8 and returns their scale.
-static inline float quantise_row(int8_t* to, const float* from, int64_t n) {
+static inline float quantize_row(int8_t* to, const float* from, int64_t n) {
   const float scale = row_scale(from, n, 127.f);
   if (!(scale > 0.f)) {
     std::memset(to, 0, n);
@@ -36,7 +36,7 @@ static inline float quantise_row(int8_t* to, const float* from, int64_t n) {
 }
 
 // Stores n floats in 16 bits, x = (256 * upper + lower) * scale, and returns their scale, max |x| / 32512.
-static inline float quantise_row_in_two(int8_t* upper, int8_t* lower, const float* from, int64_t n) {
+static inline float quantize_row_in_two(int8_t* upper, int8_t* lower, const float* from, int64_t n) {
   const float scale = row_scale(from, n, 32512.f);
   if (!(scale > 0.f)) {
     std::memset(upper, 0, n);
@@ -56,7 +56,7 @@ static inline float quantise_row_in_two(int8_t* upper, int8_t* lower, const floa
 // Stores n floats by a scale and an offset that are given, x = (number - offset) * scale with numbers from -128 to 127,
 // in `upper`; in two, as above, where `lower` is not null, else the offset is 0. Returns the scale, NaN for rows that
 // hold a NaN, which are stored as zeros.
-static inline float quantise_row_by(int8_t* upper, int8_t* lower, const float* from, int64_t n, float scale,
+static inline float quantize_row_by(int8_t* upper, int8_t* lower, const float* from, int64_t n, float scale,
                                     float offset) {
   bool is_nan = false;
   for (int64_t i = 0; i < n; ++i) is_nan |= from[i] != from[i];

@@ -35,7 +35,7 @@ struct RecurrenceArguments {
   int64_t decay_token, decay_head, decay_step;
   int64_t beta_token, beta_head;
   int64_t by_channel;  // decay has a number for each element of a key
-  int64_t normalise, threads;
+  int64_t normalize, threads;
   double scale, eps;
 };
 static_assert(sizeof(RecurrenceArguments) == 43 * 8, "linear_recurrence.py packs 41 integers and 2 doubles");
@@ -214,8 +214,8 @@ struct RecurrencePiece {
     const int64_t shared = head / (a.heads / a.key_heads);
     load_vector(token.query, a.query, t * a.query_token + shared * a.query_head, a.query_dtype, a.query_step);
     load_vector(token.key, a.key, t * a.key_token + shared * a.key_head, a.key_dtype, a.key_step);
-    multiply(token.query, (float)a.scale * (a.normalise ? inverse_norm(token.query) : 1.f));
-    if (a.normalise) multiply(token.key, inverse_norm(token.key));
+    multiply(token.query, (float)a.scale * (a.normalize ? inverse_norm(token.query) : 1.f));
+    if (a.normalize) multiply(token.key, inverse_norm(token.key));
     token.key_query = dot(token.key, token.query, width);
     token.beta = a.beta ? load_entry(a.beta, t * a.beta_token + head * a.beta_head, a.beta_dtype) : 1.f;
     const int64_t decay = t * a.decay_token + head * a.decay_head;

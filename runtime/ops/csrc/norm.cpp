@@ -74,15 +74,15 @@ struct Norm {
   }
 
   void row(const Element* x, const Element* residual, Element* sum, Element* out) const {
-    const auto normalise = [&](const Element* again, const auto& read) {
+    const auto normalize = [&](const Element* again, const auto& read) {
       if (a.is_layer_norm) layer(again, read, out);
       else rms(again, read, out);
     };
     if (!residual) {
-      normalise(x, [x](int64_t i, int64_t n) { return read_lanes<Format>(x + i, n); });
+      normalize(x, [x](int64_t i, int64_t n) { return read_lanes<Format>(x + i, n); });
       return;
     }
-    normalise(sum, [x, residual, sum](int64_t i, int64_t n) {
+    normalize(sum, [x, residual, sum](int64_t i, int64_t n) {
       const vfloat s = Format::rounded(read_lanes<Format>(x + i, n) + read_lanes<Format>(residual + i, n));
       write_lanes<Format>(sum + i, s, n);
       return s;

@@ -1,4 +1,4 @@
-// How quantised weights lie in memory: panels of 64 outputs, one after the other.
+// How quantized weights lie in memory: panels of 64 outputs, one after the other.
 //
 // A panel is its groups of inputs; a group is its head, 64 scales (float) and, where each has a zero of its own, 64
 // bytes with those, or 64 offsets (float), then its steps of 64 inputs. Groups of 32 or 16 inputs share a step, with

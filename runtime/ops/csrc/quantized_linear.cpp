@@ -107,7 +107,7 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     std::memset(to + part * x.columns + a.inputs, 0, x.columns - a.inputs);
   const int32_t zero = a.zeros ? 1 : a.code == kFloat4 ? kFloat4Zero : zero_of(a.bits);
   const int64_t heads = layout.heads;
-  const float of_row = a.whole_rows ? quantise_row(to, floats, a.inputs) : 0;
+  const float of_row = a.whole_rows ? quantize_row(to, floats, a.inputs) : 0;
   for (int64_t g = 0; g < layout.groups; ++g) {
     const int64_t begin = g * layout.group_steps * kStep;
     const int64_t count = std::min(a.inputs - begin, layout.steps_of(g) * kStep);
@@ -115,11 +115,11 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     if (a.whole_rows)
       scale = of_row;
     else if (a.input_scale != 0)
-      scale = quantise_row_by(to + begin, x.parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
+      scale = quantize_row_by(to + begin, x.parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
                               (float)a.input_scale, (float)a.input_offset);
     else
-      scale = x.parts == 1 ? quantise_row(to + begin, floats + begin, count)
-                           : quantise_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
+      scale = x.parts == 1 ? quantize_row(to + begin, floats + begin, count)
+                           : quantize_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
     const auto sum_of = [&](int64_t part, int64_t first, int64_t length) {
       const int8_t* numbers = to + part * x.columns + begin + first;
       int32_t sum = 0;

@@ -24,7 +24,7 @@ struct Tile {
   int64_t sequence, kv_head;
   int64_t first_row, rows;  // row = token * group + head within the group
   int64_t first_key, end_key;
-  float* partial;  // null: normalise and write the result; else: (weighted values, maximum, sum) per row
+  float* partial;  // null: normalize and write the result; else: (weighted values, maximum, sum) per row
 };
 
 // Where a tile's blocks of keys begin. What lies before its first key is not looked at.

@@ -1,4 +1,4 @@
-"""Weights that stay as a quantised checkpoint stores them: a tensor subclass that shows the weight that they mean.
+"""Weights that stay as a quantized checkpoint stores them: a tensor subclass that shows the weight that they mean.
 
 Whatever computes with one computes with ``dense()`` of it, made for that operator and freed behind it. So the model's
 own forward over such parameters is what its numbers are compared with, and no dense copy of the model is ever made.
@@ -25,7 +25,7 @@ _MOST_AT_ONCE = 1 << 20
 
 
 class StoredWeight(torch.Tensor):
-    """A quantised weight ``[*, out, in]`` (``[*, in, out]`` where it is ``transposed``) that looks like a dense one.
+    """A quantized weight ``[*, out, in]`` (``[*, in, out]`` where it is ``transposed``) that looks like a dense one.
 
     Attributes:
         form: how it is stored.
@@ -175,15 +175,15 @@ def _meant(form: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros:
     inputs = values.shape[-1]
     size = form.group_size or inputs
     whole = inputs // size * size if size else 0
-    centre = 1 << (form.bits - 1) if zeros is None else zeros.float()[..., None]
+    center = 1 << (form.bits - 1) if zeros is None else zeros.float()[..., None]
     for part, at in ((values[:, :whole], slice(whole // max(size, 1))), (values[:, whole:], slice(-1, None))):
         if part.shape[-1]:
             groups = part.unflatten(-1, (-1, min(size, part.shape[-1])))
             if form.code == "int":
-                groups -= centre if isinstance(centre, int) else centre[:, at]
+                groups -= center if isinstance(center, int) else center[:, at]
             groups *= scales[:, at].float()[..., None]
             if form.code == "affine":
-                groups -= centre[:, at]  # type: ignore[index]
+                groups -= center[:, at]  # type: ignore[index]
     return values
 
 

@@ -1,4 +1,4 @@
-"""The formats that quantised weights are stored in: what a code means, and which scale belongs to it."""
+"""The formats that quantized weights are stored in: what a code means, and which scale belongs to it."""
 
 from __future__ import annotations
 

@@ -301,7 +301,7 @@ def moe_gating_reference(
     """The experts that each token goes to, and their weights.
 
     ``scores = scoring(logits)``. The ``top_k`` experts with the largest ``scores + correction_bias`` are chosen,
-    out of the ``topk_groups`` best groups of neighbouring experts if there are groups. The weights are made of the
+    out of the ``topk_groups`` best groups of neighboring experts if there are groups. The weights are made of the
     chosen scores, without the bias (DeepSeek-V3, section 2.1.2).
 
     Args:

@@ -66,7 +66,7 @@ def quantized_moe_reference(*arguments: Any) -> torch.Tensor:
 
 
 def quantized_moe_cpu(*arguments: Any) -> torch.Tensor:
-    """:func:`quantized_moe_reference` by the kernel of quantised products: rows are sorted by expert once, and all
+    """:func:`quantized_moe_reference` by the kernel of quantized products: rows are sorted by expert once, and all
     experts share each of its two calls."""
     call, packed = _parted(arguments)
     if call.up.dtype is not torch.uint8:

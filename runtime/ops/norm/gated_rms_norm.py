@@ -38,7 +38,7 @@ def gated_rms_norm_reference(
 ) -> torch.Tensor:
     """``rms_norm(input) * act(gate)``, or ``rms_norm(input * act(gate))``, computed in fp32.
 
-    The norm, ``x * rsqrt(mean(x²) + eps) * (weight + weight_offset)``, takes each group of neighbours by itself. The
+    The norm, ``x * rsqrt(mean(x²) + eps) * (weight + weight_offset)``, takes each group of neighbors by itself. The
     gate behind it is Gated DeltaNet's (Yang et al. 2024), the one in front of it Mamba-2's (Dao & Gu 2024).
 
     Args:
@@ -47,12 +47,12 @@ def gated_rms_norm_reference(
         weight: ``[D]`` in the dtype of ``gate``, or fp32 without ``round_before_scale``; None: no scale at all.
         eps: added to the mean square.
         weight_offset: added to ``weight``.
-        round_before_scale: True: the normalised value is rounded to the dtype of ``gate`` and multiplied by the
+        round_before_scale: True: the normalized value is rounded to the dtype of ``gate`` and multiplied by the
             weight in that dtype; a gate behind that multiplies in fp32 (transformers' ``Qwen3NextRMSNormGated``).
             False: rounded once, at the end (``KimiLinearRMSNormGated``).
         activation: "silu" or "sigmoid"; of the gate in fp32.
         gate_first: the gate multiplies the input, not the result.
-        group_size: of neighbours that are normed together; divides D.
+        group_size: of neighbors that are normed together; divides D.
 
     Returns:
         ``[..., D]`` in the dtype of ``gate``, contiguous.

@@ -21,7 +21,7 @@ _ADD_SCHEMA = (
 def rms_norm_reference(
     input: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float, round_before_scale: bool
 ) -> torch.Tensor:
-    """``input * rsqrt(mean(input², -1) + eps) * (weight + weight_offset)``, normalised in fp32.
+    """``input * rsqrt(mean(input², -1) + eps) * (weight + weight_offset)``, normalized in fp32.
 
     Zhang & Sennrich 2019.
 
@@ -30,7 +30,7 @@ def rms_norm_reference(
         weight: ``[D]`` in the dtype of ``input``, or fp32 without ``round_before_scale``; None: no scale at all.
         eps: added to the mean square.
         weight_offset: added to ``weight``: 1 for Gemma, which stores its scales less one.
-        round_before_scale: True: the normalised value is rounded to the dtype of ``input`` and then multiplied in
+        round_before_scale: True: the normalized value is rounded to the dtype of ``input`` and then multiplied in
             that dtype (transformers' ``LlamaRMSNorm``). False: scaled in fp32, rounded once (``F.rms_norm``, Gemma).
 
     Returns:

@@ -7,7 +7,7 @@ Each token does::
     S = S + beta · (value - S key) keyᵀ
     result = S (query · scale)
 
-Keys and queries come normalised. Both compute in fp32 and round at the end, states as well.
+Keys and queries come normalized. Both compute in fp32 and round at the end, states as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers of 4 bits in int32, as Ascend's products take them: eight neighbours of the last dim in each, the first of
+"""Numbers of 4 bits in int32, as Ascend's products take them: eight neighbors of the last dim in each, the first of
 them in the lowest bits, in two's complement.
 
 Source: op-plugin, doc `torch_npu-npu_convert_weight_to_int4pack.md`.

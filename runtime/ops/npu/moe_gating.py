@@ -27,7 +27,7 @@ def npu_moe_gating_top_k(
     ``p = softmax(x)`` (``norm_type`` 0) or ``σ(x)`` (1); experts are chosen by ``s = p + bias`` among the ``k_group``
     best of ``group_count`` groups, a group being worth its best ``s`` (``group_select_mode`` 0) or the sum of its two
     best (1); equal scores go to the lower expert. ``y = p[chosen]``, with ``norm_type`` 1 divided by
-    ``Σ y + eps``, then times ``routed_scaling_factor``. The softmax case is not normalised again.
+    ``Σ y + eps``, then times ``routed_scaling_factor``. The softmax case is not normalized again.
 
     Args:
         x: ``[T, E]``.
@@ -59,7 +59,7 @@ def npu_moe_gating_top_k(
 
 
 def npu_moe_gating_top_k_softmax(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The ``k`` largest of ``softmax(x)``, not normalised again; equal ones go to the lower expert.
+    """The ``k`` largest of ``softmax(x)``, not normalized again; equal ones go to the lower expert.
 
     Experts are ranked by the fp32 softmax. Of fp16 logits a device ranks it rounded to fp16 (so that near-equal
     experts tie, and the lower one wins) where its kernel for many experts runs: with ``k`` above 8, or with 8 experts

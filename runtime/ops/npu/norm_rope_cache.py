@@ -34,10 +34,10 @@ def npu_kv_rmsnorm_rope_cache_v2(
     cache_mode: str,
     is_output_kv: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """MLA's keys into the cache: the latent part normalised, the other part rotated.
+    """MLA's keys into the cache: the latent part normalized, the other part rotated.
 
     ``kv = [c, r]``: ``ckv_cache ← rms_norm(c) · gamma``, ``k_cache ← rope(r)``, rope being
-    ``q · cos + rotated_half(q) · sin`` of ``q = deinterleaved(r)``. With ``v``: all of ``kv`` is normalised, its
+    ``q · cos + rotated_half(q) · sin`` of ``q = deinterleaved(r)``. With ``v``: all of ``kv`` is normalized, its
     first ``cos.shape[3]`` columns are rotated, the whole goes to ``k_cache`` and ``v`` to ``ckv_cache``.
 
     Args:
@@ -58,12 +58,12 @@ def npu_kv_rmsnorm_rope_cache_v2(
         ValueError: shapes, dtypes or slots that do not fit.
         NotImplementedError: quantization offsets, the PA_BLK modes, cache dtypes by number.
     """
-    normalised = gamma.shape[0]
+    normalized = gamma.shape[0]
     rope_dim = cos.shape[-1]
     wide = widened(kv)
     if v is None:
-        latent = rms_normed(wide[..., :normalised], gamma, epsilon)
-        key = rotated(deinterleaved(wide[..., normalised:]), cos, sin)
+        latent = rms_normed(wide[..., :normalized], gamma, epsilon)
+        key = rotated(deinterleaved(wide[..., normalized:]), cos, sin)
     else:
         normed = rms_normed(wide, gamma, epsilon)
         key = torch.cat([rotated(deinterleaved(normed[..., :rope_dim]), cos, sin), normed[..., rope_dim:]], -1)

@@ -12,7 +12,7 @@ from .registration import Operator
 
 _QUINT4X2 = 16
 _ND, _FRACTAL_NZ = 2, 29
-_QUANTISED = (torch.int8, torch.uint8, torch.int32)
+_QUANTIZED = (torch.int8, torch.uint8, torch.int32)
 
 
 def npu_dynamic_quant(input: torch.Tensor, smooth_scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,7 +67,7 @@ def npu_quantize(
         NotImplementedError: another dtype.
     """
     target = DTYPES_BY_CODE.get(dtype)
-    if target not in _QUANTISED:
+    if target not in _QUANTIZED:
         raise NotImplementedError(
             f"dtype is {dtype}; the CPU kernel of npu::npu_quantize makes int8, uint8 and int32"
         )
@@ -121,7 +121,7 @@ def _quantize_fake(input: torch.Tensor, dtype: int) -> torch.Tensor:
     if dtype == _QUINT4X2:
         return input.new_empty((*input.shape[:-1], input.shape[-1] // 8), dtype=torch.int32)
     target = DTYPES_BY_CODE.get(dtype, torch.int8)
-    return torch.empty_like(input, dtype=target if target in _QUANTISED else torch.int8)
+    return torch.empty_like(input, dtype=target if target in _QUANTIZED else torch.int8)
 
 
 def _format_cast_fake(input: torch.Tensor) -> torch.Tensor:

@@ -33,14 +33,14 @@ def npu_rotary_mul(
 ) -> torch.Tensor:
     """``input · r1 + rot(input) · r2``.
 
-    The GE converter of A2 and A3 drops ``rotary_mode`` unless ``rotate`` is given; an eager call honours it, and so
+    The GE converter of A2 and A3 drops ``rotary_mode`` unless ``rotate`` is given; an eager call honors it, and so
     does this kernel.
 
     Args:
         input: 3 or 4 dims, the last one even.
         r1, r2: cos and sin; the rank, last dim and dtype of ``input``, 1 or the size of ``input`` elsewhere. (An
             eager call converts other dtypes, a graph does not.)
-        rotary_mode: "half": ``rot`` is :func:`rotated_half`. "interleave": neighbours ``(x₀, x₁)`` become
+        rotary_mode: "half": ``rot`` is :func:`rotated_half`. "interleave": neighbors ``(x₀, x₁)`` become
             ``(-x₁, x₀)``.
         rotate: ``[D, D]``; ``rot(input) = input @ rotate``, whatever the mode is.
 

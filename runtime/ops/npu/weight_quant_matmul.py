@@ -36,7 +36,7 @@ def npu_weight_quant_batchmatmul(
 
     Raises:
         ValueError: shapes, dtypes or groups that do not fit.
-        NotImplementedError: a quantised result, scales as int64, other weight dtypes.
+        NotImplementedError: a quantized result, scales as int64, other weight dtypes.
     """
     numbers = unpack_int4(weight) if weight.dtype is torch.int32 else weight
     group = antiquant_group_size

@@ -81,8 +81,8 @@ def chunked_recurrence(
     """
     chunks, wide = Chunks(*tables), compute_dtype(value)
     groups = value.shape[2] // key.shape[2]
-    q = normalised(chunks.of(query).to(wide), l2norm_eps) * scale
-    k = chunks.present(normalised(chunks.of(key).to(wide), l2norm_eps))
+    q = normalized(chunks.of(query).to(wide), l2norm_eps) * scale
+    k = chunks.present(normalized(chunks.of(key).to(wide), l2norm_eps))
     q, k = (_repeated(x.transpose(1, 2), groups) for x in (q, k))  # [C, Hv, L, N]
     v = chunks.of(value).to(wide).transpose(1, 2)  # [C, Hv, L, P]
     steps = _log_decays(chunks, log_decay, v.dtype)
@@ -145,7 +145,7 @@ def doubled(
     return decay, added
 
 
-def normalised(x: torch.Tensor, eps: float | None) -> torch.Tensor:
+def normalized(x: torch.Tensor, eps: float | None) -> torch.Tensor:
     """``x`` with each head's length made 1; as it is without ``eps``."""
     return x if eps is None else x * aten.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 

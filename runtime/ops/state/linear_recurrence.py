@@ -136,7 +136,7 @@ def recurrence(
         Results ``[n, Hv, P]`` in the dtype of ``value``, and the state behind them.
     """
     dtype = state.dtype
-    queries, keys = (_normalised(x[0, tokens].to(dtype), l2norm_eps) for x in (query, key))
+    queries, keys = (_normalized(x[0, tokens].to(dtype), l2norm_eps) for x in (query, key))
     queries = (queries * scale).repeat_interleave(value.shape[2] // key.shape[2], 1)
     keys = keys.repeat_interleave(value.shape[2] // key.shape[2], 1)
     values = value[0, tokens].to(dtype)
@@ -154,7 +154,7 @@ def recurrence(
     return results.to(value.dtype), state
 
 
-def _normalised(x: torch.Tensor, eps: float | None) -> torch.Tensor:
+def _normalized(x: torch.Tensor, eps: float | None) -> torch.Tensor:
     return x if eps is None else x * aten.rsqrt((x * x).sum(-1, keepdim=True) + eps)
 
 

@@ -93,7 +93,7 @@ def test_layers_that_are_alike_are_compiled_once(kind):
     (found, repeat, _), (depth, _, kept) = built(kind), CASES[kind]
     report = found.program.report
     assert (report.layers_compiled, repeat.total) == (kept, depth)
-    assert report.attention_recognised == report.attention_total == depth
+    assert report.attention_recognized == report.attention_total == depth
     assert report.verdict.ok
     caches = {node.name: cache_index(node) for node in found.traced.placeholders if is_cache_input(node.name)}
     assert set(caches.values()) == set(range(depth))
@@ -157,8 +157,8 @@ def test_how_weights_and_caches_are_held(given):
     if "kv_cache_dtype" in given:
         assert {spec.dtype for spec in program.caches} == {torch.int8}
     else:
-        assert ("pack_linears" if "pack_weights" in given else "quantise_linears") in names
-        (record,) = (r for r in program.report.passes if r.name in ("pack_linears", "quantise_linears") and r.matches)
+        assert ("pack_linears" if "pack_weights" in given else "quantize_linears") in names
+        (record,) = (r for r in program.report.passes if r.name in ("pack_linears", "quantize_linears") and r.matches)
         assert record.matches == 4 * DEPTH + 1
 
 

@@ -21,7 +21,7 @@ def test_ctrl_is_served(dtype: torch.dtype) -> None:
     model = build_tiny_model("ctrl", dtype=dtype)
     table = model.transformer.pos_encoding
     program = build_program(model, CompileOptions(codegen="none", target="cpu", verify="off"))
-    assert program.report.attention_recognised == program.report.attention_total == 2
+    assert program.report.attention_recognized == program.report.attention_total == 2
     assert model.transformer.pos_encoding is table and isinstance(table, nn.Buffer)
     assert check(program, reference_of_model(model)).ok
 

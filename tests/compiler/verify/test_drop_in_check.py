@@ -114,7 +114,7 @@ def test_a_wrong_scale_is_not_used(dtype, monkeypatch, caplog):
     def with_wrong_scale(traced, passes):
         records = run(traced, passes)
         for node in traced.graph.nodes:
-            if node.target is torch.ops.pagoda.attention.default and passes[0].name == "recognise_sdpa":
+            if node.target is torch.ops.pagoda.attention.default and passes[0].name == "recognize_sdpa":
                 place = next(i for i, x in enumerate(node.args) if isinstance(x, float))
                 node.args = (*node.args[:place], node.args[place] * 1.02, *node.args[place + 1 :])
         return records

@@ -54,8 +54,8 @@ def test_each_stage_that_changed_something_has_a_numbered_file(folder):
     stages = sorted(path.name for path in folder.glob("*.py"))
     assert [name[:2] for name in stages] == [f"{i:02d}" for i in range(len(stages))]
     names = [name[3:-3] for name in stages]
-    assert names[:2] == ["captured", "recognise_sdpa"] and names[-2:] == ["aten", "wrong_scale"]
-    assert "recognise_eager_attention" not in names, "it matched nothing"
+    assert names[:2] == ["captured", "recognize_sdpa"] and names[-2:] == ["aten", "wrong_scale"]
+    assert "recognize_eager_attention" not in names, "it matched nothing"
 
 
 def test_files_say_shapes_and_where_a_line_comes_from(folder):

@@ -50,7 +50,7 @@ def test_large_weights_are_read_some_rows_at_a_time(rows, monkeypatch):
         return torch.nn.functional.linear(x, weight), torch.nn.functional.embedding(ids, weight)
 
     graph = graph_of(model, x, ids, weight)
-    for node in graph.graph.nodes:  # as recognised graphs hold them
+    for node in graph.graph.nodes:  # as recognized graphs hold them
         if node.target is torch.ops.aten.t.default:
             product = next(iter(node.users))
             product.target = torch.ops.aten.linear.default

@@ -62,7 +62,7 @@ def test_mistakes_are_named(spoil: Callable[[torch.Tensor], torch.Tensor], words
     assert words in wrong.reason or share > 45, wrong.reason
 
 
-def test_integers_are_equal_and_rounded_ones_are_neighbours() -> None:
+def test_integers_are_equal_and_rounded_ones_are_neighbors() -> None:
     rounded = torch.tensor([[-128, 3, 127]], dtype=torch.int8)
     assert not difference_of(torch.tensor([[-127, 2, 127]], dtype=torch.int8), rounded).reason
     assert difference_of(torch.tensor([[-126, 3, 127]], dtype=torch.int8), rounded).reason

@@ -1,4 +1,4 @@
-"""Checks of programs over quantised checkpoints: what they find, and how often they unpack the weights."""
+"""Checks of programs over quantized checkpoints: what they find, and how often they unpack the weights."""
 
 from __future__ import annotations
 

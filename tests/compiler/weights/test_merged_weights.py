@@ -22,7 +22,7 @@ from torch_pagoda.compiler import WeightGuard
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.compiler.weights.merged_weights import AddedArguments, link_merged_weights, merge_rows
-from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
 
 from tiny_models import build_tiny_model
@@ -40,7 +40,7 @@ def weights(layers):
 
 def merged_graph(model):
     graph = aten_of_model(model)
-    recognise_linear(graph)
+    recognize_linear(graph)
     assert merge_linears(graph).matches
     graph.recompile()
     return graph
@@ -93,10 +93,10 @@ def test_values_flow_both_ways():
     whole = merge_rows(weights(layers))
     layers.load_state_dict({name: tensor + 1 for name, tensor in layers.state_dict().items()})
     assert torch.equal(whole, torch.cat([p.detach() for p in weights(layers)]))
-    optimiser = torch.optim.SGD(layers.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
     sum(layer(torch.ones(2, 6)).sum() for layer in layers).backward()
     before = whole.clone()
-    optimiser.step()
+    optimizer.step()
     assert torch.equal(whole, before - 1.0)
 
 
@@ -211,7 +211,7 @@ def test_linking_copies_of_a_graph_and_dropping_it_is_harmless():
     model = ToyLM(sdpa)
     reference = reference_of_model(model)
     plain = aten_of_model(model)
-    recognise_linear(plain)
+    recognize_linear(plain)
     graph = plain.copy()
     merge_linears(graph)
     for attempt in (graph.copy(), graph, graph.copy()):
@@ -303,7 +303,7 @@ def test_a_call_that_receives_the_parameters_checks_them():
     module = Call()
     graph = aten_of_module(module, torch.randn(1, 5, 6))
     names = [n.name for n in graph.placeholders]
-    recognise_linear(graph)
+    recognize_linear(graph)
     merge_linears(graph)
     link_merged_weights(graph)
     graph.recompile()

@@ -100,7 +100,7 @@ def test_a_literal_is_a_number_for_some_and_an_input_for_others():
 
 
 def test_a_constant_without_dims_is_no_symbol():
-    """AOTAutograd would take its float for one that Dynamo has to specialise, and refuse the graph."""
+    """AOTAutograd would take its float for one that Dynamo has to specialize, and refuse the graph."""
     graph = paged_graph(lambda m, x: x * torch.exp(m.weight.double()).sum(), torch.randn(2, 5, 6))
     assert fold_constants(graph).matches == 1
     (folded,) = (node for node in graph.placeholders if node.name.startswith("folded"))

@@ -13,7 +13,7 @@ from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.verify.fake_values import propagate
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.fx_nodes import callee, shape, value
-from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
 
 from tiny_models import build_tiny_model
@@ -42,7 +42,7 @@ def example(batch=2):
 
 def merged(module, *, x=None, dynamic=(1,)):
     graph = aten_of_module(module, example() if x is None else x, dynamic=dynamic)
-    recognise_linear(graph)
+    recognize_linear(graph)
     return graph, merge_linears(graph)
 
 
@@ -212,7 +212,7 @@ def test_a_layer_with_a_bias_among_layers_without():
     module = Projections(bias=[True, False, False])
     graph, record = merged(module)
     assert record.matches == 1
-    assert reasons(record) == ["its neighbours differ from it: they have no bias"]
+    assert reasons(record) == ["its neighbors differ from it: they have no bias"]
     assert_same_numbers(graph, module)
 
 
@@ -267,7 +267,7 @@ def test_routers_stay():
 
 def test_a_lone_linear_leaves_the_graph_as_it_is():
     graph = aten_of_module(Projections((8,), (True,)), example())
-    recognise_linear(graph)
+    recognize_linear(graph)
     graph.recompile()
     code = graph.module.code
     record = merge_linears(graph)
@@ -306,7 +306,7 @@ def test_whole_models_by_the_layer(name, layers, groups):
     model = build_tiny_model(name, num_hidden_layers=layers)
     reference = reference_of_model(model)
     graph = aten_of_model(model)
-    recognise_linear(graph)
+    recognize_linear(graph)
     record = merge_linears(graph)
     assert (record.matches, record.rejections) == (groups, [])
     propagate(graph)

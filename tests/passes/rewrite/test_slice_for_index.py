@@ -33,7 +33,7 @@ class Picking(nn.Module):
         (lambda x: x[:, :, [0, 1], [0, 1]], 0),
     ],
 )
-def test_only_neighbours_that_count_up(pick, matches):
+def test_only_neighbors_that_count_up(pick, matches):
     x = torch.randn(1, 5, 6, 4)
     graph = aten_of_module(Picking(pick), x)
     assert slice_for_index(graph).matches == matches

@@ -45,7 +45,7 @@ def test_all_requests_finish_and_the_invariants_hold(policy: str) -> None:
         outputs = [request.num_outputs for request in itertools.islice(requests_of(WORKLOAD), NUM_REQUESTS)]
         assert report["generated_tokens_per_second"] * report["seconds"] == pytest.approx(sum(outputs))
         assert report["scheduler"]["scheduled"] >= sum(outputs)
-        assert 0 < report["block_utilisation"]["mean"] <= report["block_utilisation"]["peak"] <= 1
+        assert 0 < report["block_utilization"]["mean"] <= report["block_utilization"]["peak"] <= 1
         assert report["preemptions"] > 0, "the cache is meant to be too small"
         assert (report["swaps"] > 0) is (preemption == "swap")
         assert (report["recomputed_tokens"] > 0) or preemption == "swap"

@@ -231,7 +231,7 @@ def test_stats() -> None:
     blocks.fork("c", "d", 2)  # it sees half of a block that is full
     stats = blocks.stats()
     assert (stats["blocks_total"], stats["blocks_used"], stats["blocks_free"]) == (10, 3, 7)
-    assert stats["utilisation"] == pytest.approx(0.3)
+    assert stats["utilization"] == pytest.approx(0.3)
     assert stats["internal_fragmentation"] == pytest.approx(2 / 12)
     blocks.count_prefix(30, 10)
     blocks.count_prefix(10, 0)

@@ -316,7 +316,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         stats = manager.stats()
         assert stats["blocks_used"] + stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]
         assert inspection._filled(manager) == inspection._filled_block_by_block(manager)
-        assert 0 <= stats["internal_fragmentation"] < 1 and 0 <= stats["utilisation"] <= 1
+        assert 0 <= stats["internal_fragmentation"] < 1 and 0 <= stats["utilization"] <= 1
         assert not manager.leaks([s.request_id for s in self.sequences])
 
     def teardown(self) -> None:

@@ -254,7 +254,7 @@ def test_text_in_and_out(text_engine: Engine) -> None:
     assert completion.cumulative_logprob == pytest.approx(total)
 
 
-def favour(text: str) -> Any:
+def favor(text: str) -> Any:
     """Logits that make the output spell ``text``, whatever the prompt, starting anew after its last byte."""
     spelled = BYTES(text).input_ids
     assert len(set(spelled)) == len(spelled), "each byte must say what comes next"
@@ -269,7 +269,7 @@ def favour(text: str) -> Any:
 
 def spelling_engine(text: str) -> Engine:
     program = ToyProgram(vocab_size=258)
-    program.change_logits = favour(text)
+    program.change_logits = favor(text)
     return make_engine(program, tokenizer=BYTES, eos_token_ids=[256])
 
 
@@ -554,7 +554,7 @@ def test_a_stream_collected_within_a_step_waits_for_its_end(expected: list[list[
 
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ([], r"=\[\] is empty; give at least one token id"),
-    ("", "='' has no tokens after tokenising"),
+    ("", "='' has no tokens after tokenizing"),
     ("a\ud800b", r"\[1\]='\\ud800' is half of a surrogate pair"),
     ([1, 97], r"\[1\]=97 is outside the vocabulary \[0, 97\)"),
     ([1, -1], r"\[1\]=-1 is outside the vocabulary"),

@@ -27,7 +27,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "drawn": {"seed": 5, "top_p": 0.9},
     "cut": {"seed": 6, "top_k": 4, "temperature": 1.5},
     "two": {"seed": 7, "n": 2},
-    "penalised": {"temperature": 0, "presence_penalty": 1.5},
+    "penalized": {"temperature": 0, "presence_penalty": 1.5},
     "reported": {"temperature": 0, "logprobs": 1},
     "scored": {"temperature": 0, "prompt_logprobs": 0},
 }

@@ -34,7 +34,7 @@ def assert_close() -> Callable[[torch.Tensor, torch.Tensor], None]:
 
 @pytest.fixture
 def assert_rounded_alike() -> Callable[..., None]:
-    """Equal but for the last digit: in fp32 within 2e-6; in half precision neighbours, and few of them."""
+    """Equal but for the last digit: in fp32 within 2e-6; in half precision neighbors, and few of them."""
 
     def check(actual: torch.Tensor, expected: torch.Tensor, few: float = 0.01) -> None:
         assert actual.shape == expected.shape and actual.dtype == expected.dtype

@@ -354,7 +354,7 @@ def test_operators_on_every_build_that_this_machine_can_run(build, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AMX is Intel's")
-def test_quantised_products_on_emulated_tiles(tmp_path):
+def test_quantized_products_on_emulated_tiles(tmp_path):
     """Plain C++ stands in for AMX on processors without it."""
     amx, vectors = (next(build for build in BUILDS if build.name == name) for name in ("amx", "avx512bf16"))
     if not vectors.needs <= prebuilt._abilities(prebuilt.read_cpuinfo()):

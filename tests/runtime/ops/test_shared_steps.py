@@ -94,7 +94,7 @@ def test_every_code_is_its_number(size: int) -> None:
 
 @pytest.mark.parametrize("form", ["int4/g32/f32", "e2m1/g16/f32", "int8/g16/f32+z", "affine8/g32/f32"])
 def test_scales_and_zeros_of_other_groups_show(form: str) -> None:
-    """Mutants: the neighbour group's scale, the neighbour output's, and that of the last, short group."""
+    """Mutants: the neighbor group's scale, the neighbor output's, and that of the last, short group."""
     weight = stored_weight(form, 70, 200).to(torch.float32)
     x, given = torch.randn(5, 200), (70, *scheme_of(weight.form).arguments())
     last = torch.ones(weight.scales.shape[1])

@@ -122,13 +122,13 @@ def test_rings_forget_and_counters_do_not(clock: Clock) -> None:
     for i in range(10):
         run_step(profiler, clock, decode=1, sampled=("a",))
         profiler.end_request(str(i), RequestMetrics(float(i)))
-        profiler.span("detokenise", clock.now - 0.5, clock.now)
+        profiler.span("detokenize", clock.now - 0.5, clock.now)
     found = profiler.result()
     assert (len(found.steps), len(found.requests), len(found.spans)) == (3, 2, 3)
     assert (found.num_steps, found.num_requests, found.num_generated_tokens) == (10, 10, 10)
     assert found.busy_seconds == found.wall_seconds == 27.5
     assert [request.request_id for request in found.requests] == ["8", "9"]
-    assert found.background == {"detokenise": 1.5}
+    assert found.background == {"detokenize": 1.5}
 
 
 def test_a_step_that_raises_is_forgotten(clock: Clock) -> None:
@@ -176,7 +176,7 @@ def busy_profile(clock: Clock) -> Profile:
     profiler, t = Profiler(clock=clock), clock.now
     run_step(profiler, clock, prefill=10, sampled=("a",))
     run_step(profiler, clock, prefill=4, decode=1, sampled=("a", "b/0", "b/1"))
-    profiler.span("detokenise", t + 1.0, t + 3.5)
+    profiler.span("detokenize", t + 1.0, t + 3.5)
     profiler.end_request("a", RequestMetrics(t, t + 0.25, t + 2.5, t + 5.25, 2))
     profiler.end_request("b", RequestMetrics(t + 1.0, t + 2.75, t + 5.25, t + 5.25, 2), ["b/0", "b/1"])
     profiler.end_request("c", RequestMetrics(t + 1.0, finished_time=t + 2.0))
@@ -208,7 +208,7 @@ def test_the_trace_holds_steps_phases_counters_and_requests(clock: Clock, tmp_pa
         {"used": 5, "cached": 3, "free": 8}
     ] * 2
     assert [event["args"] for event in counters if event["name"] == "requests"] == [{"running": 2, "waiting": 1}] * 2
-    assert [event["name"] for event in events if event.get("cat") == "background"] == ["detokenise"]
+    assert [event["name"] for event in events if event.get("cat") == "background"] == ["detokenize"]
     by_request: dict[str, list[dict]] = {}
     for event in events:
         if event.get("cat") == "request":
@@ -231,4 +231,4 @@ def test_figures_are_plain_data(clock: Clock) -> None:
     plain = json.loads(json.dumps(busy_profile(clock).to_dict()))
     assert plain["num_steps"] == 2 and plain["steps"]["mixed"]["step_time"]["p50"] == 2.75
     assert set(plain["ttft"]) == {"count", "mean", "p50", "p90", "p99", "max"}
-    assert plain["background"] == {"detokenise": 2.5}
+    assert plain["background"] == {"detokenize": 2.5}

@@ -114,7 +114,7 @@ def test_what_is_given_twice_counts_once_and_what_the_caller_changes_later_does_
 
 def test_the_tokens_of_bad_words_survive_in_completions():
     p = SamplingParams(n=2, bad_words=["a b"], seed=1)
-    with pytest.raises(ValueError, match="tokenise"):
+    with pytest.raises(ValueError, match="tokenize"):
         _ = p.completion(1).bad_words_token_ids
     known = p.with_bad_words_token_ids([[1, 2], [3]])
     assert known == p and p._bad_words is None

@@ -32,28 +32,28 @@ class Letters:
         raise NotImplementedError
 
 
-def tokenised(words: Any, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
+def tokenized(words: Any, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
     return check_params(SamplingParams(bad_words=words), tokenizer, LIMITS).bad_words_token_ids
 
 
-def test_bad_words_are_tokenised_with_and_without_a_space_and_without_special_tokens() -> None:
-    assert tokenised(["ab", "c"], Letters()) == ((0, 1), (26, 1), (2,), (28,))
-    assert tokenised([" ab", "ab"], Letters()) == ((0, 1), (26, 1)), "a space of one's own changes nothing"
-    assert tokenised("ab", Letters(ab=77)) == ((77,),), "the same tokens count once"
+def test_bad_words_are_tokenized_with_and_without_a_space_and_without_special_tokens() -> None:
+    assert tokenized(["ab", "c"], Letters()) == ((0, 1), (26, 1), (2,), (28,))
+    assert tokenized([" ab", "ab"], Letters()) == ((0, 1), (26, 1)), "a space of one's own changes nothing"
+    assert tokenized("ab", Letters(ab=77)) == ((77,),), "the same tokens count once"
     mixed = Letters()
     mixed.words[""] = 60  # the space is a token of its own
-    assert tokenised("ab", mixed) == ((0, 1), (60, 26, 1)), "also where the numbers of tokens differ"
+    assert tokenized("ab", mixed) == ((0, 1), (60, 26, 1)), "also where the numbers of tokens differ"
 
 
 def test_bad_words_that_cannot_be_ruled_out_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sampling_params\.bad_words=\['ab'\] needs a tokenizer"):
-        tokenised("ab", None)
+        tokenized("ab", None)
     with pytest.raises(ValueError, match=r"bad_words holds ' ', which has no tokens"):
-        tokenised(["a", " "], Letters())
+        tokenized(["a", " "], Letters())
     with pytest.raises(
         ValueError, match=r"bad_words holds 'ab', whose token 100 is outside the vocabulary \[0, 100\)"
     ):
-        tokenised("ab", Letters(ab=100))
+        tokenized("ab", Letters(ab=100))
 
 
 @pytest.mark.parametrize("field", ["logit_bias", "allowed_token_ids"])
@@ -69,7 +69,7 @@ def test_token_ids_are_checked_against_the_vocabulary(field: str) -> None:
         check_batch([[1], [2]], [good, params(200)], None, LIMITS)
 
 
-def test_a_batch_shares_tokenised_parameters() -> None:
+def test_a_batch_shares_tokenized_parameters() -> None:
     checked = check_batch([[1], [2]], SamplingParams(bad_words=["ab"]), Letters(), LIMITS)
     assert [params.bad_words_token_ids for _, params in checked] == [((0, 1), (26, 1))] * 2
 
@@ -78,7 +78,7 @@ def test_no_parameters_are_the_default_ones() -> None:
     assert check_params(None, None, LIMITS) == SamplingParams()
 
 
-def test_bad_words_are_tokenised_in_one_call_however_many() -> None:
+def test_bad_words_are_tokenized_in_one_call_however_many() -> None:
     class Counted(Letters):
         batches = 0
 
@@ -88,5 +88,5 @@ def test_bad_words_are_tokenised_in_one_call_however_many() -> None:
 
     tokenizer = Counted()
     words = [first + second for first in "abcdefgh" for second in "abcdefgh"]
-    assert len(tokenised(words, tokenizer)) == 2 * len(words)
+    assert len(tokenized(words, tokenizer)) == 2 * len(words)
     assert tokenizer.batches == 1

@@ -184,7 +184,7 @@ def test_a_word_that_begins_in_the_prompt_is_not_held_against_the_output():
     assert processed(logits, [request])[0].tolist() == [0.0] * 5 + [-torch.inf]
 
 
-def test_bad_words_that_nobody_tokenised_are_an_error():
+def test_bad_words_that_nobody_tokenized_are_an_error():
     with pytest.raises(ValueError, match=r"bad_words=\['x'\]"):
         processed(torch.zeros(1, 6), [make_request(bad_words=["x"])])
 

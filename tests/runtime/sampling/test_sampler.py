@@ -208,7 +208,7 @@ def test_extreme_temperatures_and_logits_stay_finite(temperature):
     assert out.failed == [] and out.token_ids == [7]
 
 
-def test_penalised_rows_do_not_touch_their_neighbours():
+def test_penalized_rows_do_not_touch_their_neighbors():
     logits = randn(3, 50)
     requests = [
         make_request(temperature=0, logprobs=0),

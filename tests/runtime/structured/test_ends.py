@@ -25,7 +25,7 @@ def ask(regex: str, engine: Engine | None = None, **options: Any) -> CompletionO
     return output.outputs[0]
 
 
-def favouring(*tokens: int) -> Engine:
+def favoring(*tokens: int) -> Engine:
     """A model that likes these tokens best, the first one most."""
     program = BigramProgram(vocab_size=VOCAB, max_model_len=1000)
 
@@ -47,12 +47,12 @@ def test_a_finished_grammar_ends_it() -> None:
 
 
 def test_the_model_may_end_it_where_the_text_is_complete() -> None:
-    output = ask("[0-9]{3,}", favouring(EOS, DIGIT["7"]))
+    output = ask("[0-9]{3,}", favoring(EOS, DIGIT["7"]))
     assert output.text == "777" and output.token_ids == [DIGIT["7"]] * 3 + [EOS] and output.finish_reason == "stop"
 
 
 def test_what_holds_the_end_back() -> None:
-    engine = favouring(EOS, DIGIT["7"])
+    engine = favoring(EOS, DIGIT["7"])
     assert ask("[0-9]{3,}", engine, min_tokens=5).text == "7" * 5
     output = ask("[0-9]{3,}", engine, ignore_eos=True, max_tokens=9)
     assert output.text == "7" * 9 and output.finish_reason == "length"
@@ -74,19 +74,19 @@ def test_no_room_is_left() -> None:
 
 def test_stop_strings_and_stop_tokens_count() -> None:
     seven, eight = DIGIT["7"], DIGIT["8"]
-    output = ask("[0-9]{9}", favouring(seven), stop=["777"])
+    output = ask("[0-9]{9}", favoring(seven), stop=["777"])
     assert output.text == "" and output.finish_reason == "stop" and output.stop_reason == "777"
-    output = ask("[0-9]{9}", favouring(seven), stop=["777"], include_stop_str_in_output=True)
+    output = ask("[0-9]{9}", favoring(seven), stop=["777"], include_stop_str_in_output=True)
     assert output.text == "777"
-    output = ask("7*8", favouring(eight), stop_token_ids=[eight])
+    output = ask("7*8", favoring(eight), stop_token_ids=[eight])
     assert output.text == "" and output.stop_reason == eight
     # Both at once: the stop string is what is reported.
-    assert ask("7{3}", favouring(seven), stop=["777"]).stop_reason == "777"
+    assert ask("7{3}", favoring(seven), stop=["777"]).stop_reason == "777"
 
 
 def test_other_rules_hold_within_the_grammar() -> None:
     seven, eight = DIGIT["7"], DIGIT["8"]
-    engine = favouring(seven, eight)
+    engine = favoring(seven, eight)
     assert ask("[0-9]{3}", engine, allowed_token_ids=[eight, 3]).text == "888"
     assert ask("[0-9]{3}", engine, logit_bias={seven: -100, eight: 100}).text == "888"
     assert ask("[0-9]{3}", engine, bad_words=["77"]).text == "787"
@@ -210,7 +210,7 @@ def test_nothing_ends_it_before_the_grammar_begins(options: dict[str, Any], stop
 
 
 def test_numbers_do_not_go_on_for_ever() -> None:
-    engine = favouring(DIGIT["7"])
+    engine = favoring(DIGIT["7"])
     for schema in ({"type": "number"}, {"type": "array"}, {"type": "object"}):
         output = ask("", engine, structured_outputs={"json": schema}, max_tokens=200, min_tokens=1)
         longest = max((len(run) for run in re.findall("[0-9]+", re.sub('"[^"]*"?', "", output.text))), default=0)

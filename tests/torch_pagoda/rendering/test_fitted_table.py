@@ -15,7 +15,7 @@ from torch_pagoda.rendering.terminal import section_tables
 
 COLUMNS = ("pass`!", "level#", "matches#", "expected#", "near misses#", "ms#", "")
 ROWS = (
-    ("recognise_rms_norm", "2", "9", "9 (2/layer + 1)", "0", "15.1", ""),
+    ("recognize_rms_norm", "2", "9", "9 (2/layer + 1)", "0", "15.1", ""),
     ("share_subexpressions (rotations)", "1", "1234", "1234", "17", "159.5", "kept"),
 )
 
@@ -40,7 +40,7 @@ def test_nothing_is_cut(width: int) -> None:
 def test_words_stay_whole_where_they_fit() -> None:
     words = " ".join(shown(76)).split()
     assert {
-        "recognise_rms_norm",
+        "recognize_rms_norm",
         "share_subexpressions",
         "(rotations)",
         "(2/layer",

@@ -40,11 +40,11 @@ def bare(llama):
     def hesitant(traced):
         reason = "an <eps> that no kernel takes"
         return PassRecord(
-            "recognise_rms_norm", rejections=[Rejection("pow_1", reason, "model.layers.1.input_layernorm")]
+            "recognize_rms_norm", rejections=[Rejection("pow_1", reason, "model.layers.1.input_layernorm")]
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        entry = Pass("recognise_rms_norm", hesitant, stage="aten", required=False)
+        entry = Pass("recognize_rms_norm", hesitant, stage="aten", required=False)
         kept = tuple(p for p in PASSES if p.stage == "dynamo")
         patch.setattr(options, "PASSES", (*kept, entry))
         yield explain(llama, verify="off")
@@ -87,11 +87,11 @@ def test_passes_are_those_of_the_pipeline(full):
 
 def test_expected_counts_follow_the_number_of_layers(full):
     by_name = {p.name: p for p in full.passes}
-    sdpa_pass = by_name["recognise_sdpa"]
+    sdpa_pass = by_name["recognize_sdpa"]
     assert (sdpa_pass.matches, sdpa_pass.expected, sdpa_pass.expected_per_layer) == (LAYERS, LAYERS, 1)
-    assert by_name["recognise_eager_attention"].expected == 0
+    assert by_name["recognize_eager_attention"].expected == 0
     assert by_name["insert_paged_cache"].expected is None
-    expected = {r.kind: r.expected for r in full.recognised}
+    expected = {r.kind: r.expected for r in full.recognized}
     assert expected == {
         "attention": LAYERS,
         "norm": 2 * LAYERS + 1,
@@ -100,7 +100,7 @@ def test_expected_counts_follow_the_number_of_layers(full):
         "activation": 0,
         "moe": 0,
     }
-    assert all(r.matched + len(r.missed) == r.expected for r in full.recognised)
+    assert all(r.matched + len(r.missed) == r.expected for r in full.recognized)
 
 
 def test_layers_before_and_after(full):
@@ -134,18 +134,18 @@ def test_leftovers_give_the_near_miss_of_their_module(bare):
     norms = [x for x in bare.leftovers if x.region == "norm"]
     assert {x.layer for x in norms} == {-1, *range(LAYERS)}
     reasons = {x.module: x.reason for x in norms}
-    assert reasons["model.layers.1.input_layernorm"] == "recognise_rms_norm: an <eps> that no kernel takes"
-    assert reasons["model.layers.0.input_layernorm"] == "no pass recognised it"
+    assert reasons["model.layers.1.input_layernorm"] == "recognize_rms_norm: an <eps> that no kernel takes"
+    assert reasons["model.layers.0.input_layernorm"] == "no pass recognized it"
     assert {x.operator for x in norms} >= {"aten.pow", "aten.rsqrt"}
     assert {x.region for x in bare.leftovers} == {"norm", "rope", "activation"}
     assert not {"aten.mm", "aten.linear", "aten.embedding"} & {x.operator for x in bare.leftovers}
-    missed = next(r for r in bare.recognised if r.kind == "norm").missed
+    missed = next(r for r in bare.recognized if r.kind == "norm").missed
     assert len(missed) == 2 * LAYERS + 1
 
 
 def test_tables(full, bare):
     text = repr(full)
-    assert "LlamaForCausalLM" in text and "recognise_sdpa" in text and "pagoda.paged_attention" in text
+    assert "LlamaForCausalLM" in text and "recognize_sdpa" in text and "pagoda.paged_attention" in text
     assert "equal to the model" in text and "Near misses" not in text
     assert max(map(len, text.splitlines())) <= 120
     assert re.search(r"Near misses.*an <eps> that no kernel takes", repr(bare), re.DOTALL)

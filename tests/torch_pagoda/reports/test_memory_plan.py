@@ -46,7 +46,7 @@ def test_memory_is_divided_and_limits_follow() -> None:
     assert [limit.running for limit in found.limits] == [4, 2, 1]
     assert [limit.contiguous for limit in found.limits] == [1, 1, 1]
     assert [limit.sequence_bytes for limit in found.limits] == [4 * 2048, 8 * 2048, 16 * 2048]
-    assert [limit.contiguous_utilisation for limit in found.limits] == [0.25, 0.5, 1.0]
+    assert [limit.contiguous_utilization for limit in found.limits] == [0.25, 0.5, 1.0]
     assert found.missing_bytes == 0
 
 
@@ -76,7 +76,7 @@ def test_the_last_block_of_a_sequence_counts_whole() -> None:
     found = plan(1500 + 20 * 2048, max_model_len=100)
     longest = found.limits[-1]
     assert (longest.tokens, longest.sequence_bytes, longest.paged) == (100, 7 * 2048, 2)
-    assert longest.paged_utilisation == pytest.approx(100 / 112)
+    assert longest.paged_utilization == pytest.approx(100 / 112)
 
 
 def test_too_little_memory_is_told_in_bytes() -> None:

@@ -23,7 +23,7 @@ from torch_pagoda.runtime.program import CacheSpec
 from tiny_models import build_tiny_model
 from toy_lm import VOCAB, ToyLM, captured, sdpa
 
-ONLY_CAPTURE = CompileOptions(passes={"only": ["recognise_sdpa", "classify_masks", "insert_paged_cache"]})
+ONLY_CAPTURE = CompileOptions(passes={"only": ["recognize_sdpa", "classify_masks", "insert_paged_cache"]})
 
 
 @pytest.fixture(scope="module")

@@ -44,18 +44,18 @@ async def test_a_refusal_takes_nothing_off_what_newer_figures_say(serve: Any, en
 
 
 @pytest.mark.parametrize(("count", "inline"), [(2, True), (40, False)])
-async def test_many_prompts_are_tokenised_away_from_the_event_loop(
+async def test_many_prompts_are_tokenized_away_from_the_event_loop(
     serve: Any, monkeypatch: pytest.MonkeyPatch, count: int, inline: bool
 ) -> None:
     """Each of them is short enough, all of them together are not."""
     threads: set[threading.Thread] = set()
-    tokenise = prompts.tokenise
+    tokenize = prompts.tokenize
 
     def noted(*arguments: Any, **keywords: Any) -> Any:
         threads.add(threading.current_thread())
-        return tokenise(*arguments, **keywords)
+        return tokenize(*arguments, **keywords)
 
-    monkeypatch.setattr(prompts, "tokenise", noted)
+    monkeypatch.setattr(prompts, "tokenize", noted)
     async with serve() as client:
         body = {"prompt": ["def f " * 200] * count, "max_tokens": 1}
         response = await client.post(URL, json=body)

@@ -228,7 +228,7 @@ async def test_prompts_are_cut_where_it_is_asked_for(serve: Any, engine: FakeEng
 async def test_truncation_keeps_the_last_tokens_of_a_text_of_any_length(
     serve: Any, engine: FakeEngine, tokenizer: Any
 ) -> None:
-    text = " ".join(map(str, range(9000)))  # far beyond what is tokenised of a prompt that is too long
+    text = " ".join(map(str, range(9000)))  # far beyond what is tokenized of a prompt that is too long
     body = {"max_tokens": 1, "truncate_prompt_tokens": 40}
     async with serve(chat_template="{{ messages[0].content }}") as client:
         for path, field in (
@@ -319,5 +319,5 @@ async def test_an_empty_prompt_runs_where_the_tokenizer_adds_a_token(
     async with serve() as client:
         response = await client.post("/v1/completions", json={"prompt": "", "max_tokens": 1})
         assert response.status_code == 400 and "has no tokens" in response.json()["error"]["message"]
-        monkeypatch.setattr(prompts, "tokenise", lambda text, *_, **__: [1, *tokenizer(text).input_ids])
+        monkeypatch.setattr(prompts, "tokenize", lambda text, *_, **__: [1, *tokenizer(text).input_ids])
         assert (await client.post("/v1/completions", json={"prompt": "", "max_tokens": 1})).status_code == 200

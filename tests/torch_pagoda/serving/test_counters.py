@@ -10,7 +10,7 @@ from toy_program import ToyProgram
 
 GAUGES = {
     *("queue_length", "queue_tokens", "running", "blocks_total", "blocks_used", "blocks_cached", "blocks_free"),
-    *("blocks_used_peak", "utilisation", "internal_fragmentation", "prefix_hit_rate", "host_blocks_total"),
+    *("blocks_used_peak", "utilization", "internal_fragmentation", "prefix_hit_rate", "host_blocks_total"),
     *("host_blocks_used", "block_size"),
 }
 

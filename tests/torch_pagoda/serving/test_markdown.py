@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from torch_pagoda.serving.page import code_colours, markdown
+from torch_pagoda.serving.page import code_colors as code_colors
+from torch_pagoda.serving.page import markdown
 from torch_pagoda.serving.page.markdown import render_blocks
 
 TAGS = "p h1 h2 h3 h4 h5 h6 ul ol li blockquote pre code span em strong s a br hr table thead tbody tr th td".split()
@@ -169,7 +170,7 @@ def mutant_languages(monkeypatch):
 
 
 def mutant_code(monkeypatch):
-    monkeypatch.setattr(code_colours, "escape", lambda text: text)
+    monkeypatch.setattr(code_colors, "escape", lambda text: text)
 
 
 def mutant_table_styles(monkeypatch):
@@ -233,7 +234,7 @@ def test_table_cells_are_aligned_by_class():
 CODE = '# <comment> & "quotes"\r\n\n\ndef __init__(self, **kwargs):\n\treturn f"{self!r} </code>" \\\n  \n\n'
 
 
-@pytest.mark.parametrize("language", ["", "no-such", *sorted(code_colours._NAMED)])
+@pytest.mark.parametrize("language", ["", "no-such", *sorted(code_colors._NAMED)])
 def test_code_is_its_source_in_every_language(language):
     source = CODE.replace("\r", "")
     html = rendered(f"````{language}\n{source}````")
@@ -241,7 +242,7 @@ def test_code_is_its_source_in_every_language(language):
     assert Elements(html).text == f"{source}\n" or Elements(html).text == source
 
 
-def test_code_has_colours():
+def test_code_has_colors():
     html = rendered("```py\ndef f(x): # c\n    return 'a', 1\n```")
     assert '<span class="k">def</span> <span class="f">f</span>' in html
     assert '<span class="c"># c</span>' in html
@@ -249,14 +250,14 @@ def test_code_has_colours():
 
 
 def test_every_language_of_the_table_is_known_to_pygments():
-    assert [name for name in code_colours._LEXERS if code_colours._lexer(name) is None] == []
+    assert [name for name in code_colors._LEXERS if code_colors._lexer(name) is None] == []
 
 
-def test_code_that_a_lexer_would_change_is_left_without_colours(monkeypatch):
+def test_code_that_a_lexer_would_change_is_left_without_colors(monkeypatch):
     source = "\ufeffx = 1\n"
-    assert Elements(code_colours.coloured(source, "python")).text == source
-    monkeypatch.setattr(code_colours._lexer("Python"), "get_tokens", lambda text: [(code_colours.Token, "y")])
-    assert code_colours.coloured("x = 1\n", "python") == "x = 1\n"
+    assert Elements(code_colors.colored(source, "python")).text == source
+    monkeypatch.setattr(code_colors._lexer("Python"), "get_tokens", lambda text: [(code_colors.Token, "y")])
+    assert code_colors.colored("x = 1\n", "python") == "x = 1\n"
 
 
 def test_blocks_begin_at_their_lines():

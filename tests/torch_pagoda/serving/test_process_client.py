@@ -260,7 +260,7 @@ def test_restarts_are_counted_in_a_stretch_of_time() -> None:
 
 
 @pytest.mark.parametrize(
-    "behaviour",
+    "behavior",
     [
         "sys.exit(3)",
         "sock.sendall(b'garbage, which is no frame')\nsock.recv(9)",
@@ -272,9 +272,9 @@ def test_restarts_are_counted_in_a_stretch_of_time() -> None:
         "import time\ntime.sleep(100)",
     ],
 )
-def test_an_engine_that_is_never_ready_is_not_started_again(behaviour: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_that_is_never_ready_is_not_started_again(behavior: str, caplog: pytest.LogCaptureFixture) -> None:
     async def use() -> None:
-        client = fake_client(FAKE + behaviour, load_seconds=3.0, end_seconds=0.1)
+        client = fake_client(FAKE + behavior, load_seconds=3.0, end_seconds=0.1)
         await client.start()
         pid = client.pid
         assert pid is not None

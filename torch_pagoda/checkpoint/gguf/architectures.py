@@ -1,6 +1,6 @@
 """Architectures of GGUF files: their tensors, the tensors' sizes, and their names in transformers' models.
 
-llama.cpp changes some of them: queries and keys of ``llama`` have neighbouring rows to rotate, while transformers
+llama.cpp changes some of them: queries and keys of ``llama`` have neighboring rows to rotate, while transformers
 rotates rows half a head apart; norms of gemma include the 1 that their layers add; experts are stacked.
 
 Source: https://github.com/ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and convert_hf_to_gguf.py.

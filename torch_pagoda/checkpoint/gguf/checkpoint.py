@@ -87,11 +87,11 @@ class GgufCheckpoint:
         }
 
     def tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors under the names of transformers' model, read one by one: quantised matrices as
+        """Yield the tensors under the names of transformers' model, read one by one: quantized matrices as
         ``StoredWeight``, plain floats unchanged.
 
         Args:
-            dtype: dtype that quantised weights appear in.
+            dtype: dtype that quantized weights appear in.
 
         Raises:
             BadGguf: a file cannot be mapped, or a scale in it is NaN or infinite; the message names the tensor.
@@ -207,7 +207,7 @@ _FLOAT = "pass the float checkpoint"
 
 
 def _apart(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Reorder rows so that those rotated together are half a head apart instead of neighbours."""
+    """Reorder rows so that those rotated together are half a head apart instead of neighbors."""
     return rows.view(heads, -1, 2, rows.shape[1]).transpose(1, 2).reshape(rows.shape)
 
 
@@ -252,7 +252,7 @@ def _opened(path: str, version: tuple[int, ...]) -> GgufCheckpoint:
 
 
 def _dtype_of(types: set[torch.dtype | None]) -> torch.dtype | None:
-    """Return the dtype of a model whose matrices have these; None if any is quantised."""
+    """Return the dtype of a model whose matrices have these; None if any is quantized."""
     if None in types or not types:
         return None
     for dtype in (torch.bfloat16, torch.float16):

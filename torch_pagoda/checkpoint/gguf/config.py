@@ -45,7 +45,7 @@ class Floats:
 
     Attributes:
         names: shapes of all tensors, by name.
-        dtype: dtype of the weights if they are plain floats; None if any is quantised.
+        dtype: dtype of the weights if they are plain floats; None if any is quantized.
         vector: returns the floats of a tensor by its name, or None if there is no such tensor.
     """
 
@@ -200,7 +200,7 @@ def _qwen2moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
 
 
 def _qwen3moe(said: Metadata, tensors: Floats, sizes: Sizes) -> Values:
-    # Not stated in files: llama.cpp normalises the weights of the chosen experts to a sum of 1.
+    # Not stated in files: llama.cpp normalizes the weights of the chosen experts to a sum of 1.
     return {**_experts(said, sizes), "norm_topk_prob": True, **_qwen3(said, tensors, sizes)}
 
 

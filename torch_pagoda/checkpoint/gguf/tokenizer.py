@@ -76,11 +76,11 @@ def _check(name: str, metadata: Mapping[str, Any]) -> None:
         return
     kind = metadata.get("tokenizer.ggml.model")
     if kind == _BYTES:
-        raise BadGguf(f"{name} has no 'tokenizer.ggml.merges', which its vocabulary needs to tokenise; {remedy}")
+        raise BadGguf(f"{name} has no 'tokenizer.ggml.merges', which its vocabulary needs to tokenize; {remedy}")
     if kind == _PIECES and (not isinstance(scores, list) or len(scores) != len(tokens)):
         held = f"{len(scores)} of {len(tokens)}" if isinstance(scores, list) else "no"
         raise BadGguf(
-            f"{name} holds {held} 'tokenizer.ggml.scores', which its vocabulary needs to tokenise; {remedy}"
+            f"{name} holds {held} 'tokenizer.ggml.scores', which its vocabulary needs to tokenize; {remedy}"
         )
 
 

@@ -1,1 +1,1 @@
-"""Readers of quantised checkpoints, one format per file."""
+"""Readers of quantized checkpoints, one format per file."""

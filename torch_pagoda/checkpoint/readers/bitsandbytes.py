@@ -39,7 +39,7 @@ _AT_ONCE = 1 << 22
 
 
 def read_bitsandbytes(module: Quantized) -> dict[str, torch.Tensor]:
-    """Return a module's weight as floats, rounded to the dtype it was quantised from, then to the model's.
+    """Return a module's weight as floats, rounded to the dtype it was quantized from, then to the model's.
 
     Raises:
         BadTensor: a tensor is missing, has a wrong shape, or contradicts the config.
@@ -114,7 +114,7 @@ def _of_4_bits(module: Quantized, leaf: str) -> torch.Tensor:
 
 def _scales(module: Quantized, state: Mapping[str, Any], leaf: str, blocks: int) -> torch.Tensor:
     """Return the scale of each block, float32: ``absmax``, or if that is bytes, ``nested_quant_map[absmax]`` times
-    the ``nested_absmax`` of its block of scales, plus the offset subtracted before they were quantised."""
+    the ``nested_absmax`` of its block of scales, plus the offset subtracted before they were quantized."""
     nested = "nested_absmax" in module.tensors
     if nested is not (state.get("nested_blocksize") is not None):
         raise module.bad(leaf, f"it says nested_blocksize={state.get('nested_blocksize')}, but the tensors do not")

@@ -18,7 +18,7 @@ _ONES = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}
 """A word of ones, by the bits of each."""
 _OF_3_BITS = 7
 """First GPTQModel release that subtracts 1 from each 3-bit zero; earlier ones subtract from other bits."""
-_OF_3_BITS_AGAIN = f"quantise it again with GPTQModel {_OF_3_BITS} or later, or pass the float checkpoint"
+_OF_3_BITS_AGAIN = f"quantize it again with GPTQModel {_OF_3_BITS} or later, or pass the float checkpoint"
 
 
 def read_gptq(module: Quantized) -> dict[str, torch.Tensor]:
@@ -88,7 +88,7 @@ def _zeros(module: Quantized, bits: int, groups: int, outputs: int) -> torch.Ten
 
 
 def _meta(settings: Mapping[str, Any], key: str) -> Any:
-    """Return an entry that GPTQModel recorded when it quantised the checkpoint."""
+    """Return an entry that GPTQModel recorded when it quantized the checkpoint."""
     meta = settings.get("meta")
     return meta.get(key) if isinstance(meta, Mapping) else None
 

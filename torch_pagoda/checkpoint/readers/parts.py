@@ -1,4 +1,4 @@
-"""Helpers that several readers of quantised tensors share: unpacking, packing, and checks of tensors."""
+"""Helpers that several readers of quantized tensors share: unpacking, packing, and checks of tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Read: TypeAlias = "Callable[[Quantized], dict[str, torch.Tensor]]"
-"""A reader: from the tensors of a quantised module to those of a float checkpoint."""
+"""A reader: from the tensors of a quantized module to those of a float checkpoint."""
 
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 class BadTensor(ValueError):
-    """A tensor of a quantised checkpoint that cannot be read. The message names it."""
+    """A tensor of a quantized checkpoint that cannot be read. The message names it."""
 
 
 @dataclass(frozen=True)

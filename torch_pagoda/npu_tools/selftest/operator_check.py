@@ -24,7 +24,7 @@ LIMITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-13, t
 """By how much a number may differ, relative to itself plus the root mean square of its row: two roundings of a number
 in half precision, sums in another order in the others."""
 _ROUNDED = (torch.int8, torch.uint8)
-"""Of these an entry may be the neighbouring integer; other integers are to be equal."""
+"""Of these an entry may be the neighboring integer; other integers are to be equal."""
 _CHOICES = ("topk", "npu_moe_gating_top_k_softmax")
 """Operators that choose the largest entries of rows: of two that are alike they may take either."""
 _REPEATS = 3

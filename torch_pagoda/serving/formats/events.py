@@ -40,7 +40,7 @@ Event: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighbouring deltas of a kind joined."""
+    """The same events with neighboring deltas of a kind joined."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

@@ -51,7 +51,7 @@ def _cut(texts: list[str], text: str, tokenizer: Any, token_ids: Sequence[int]) 
 
 
 def _by_offsets(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str] | None:
-    """The texts by the tokenizer's offsets, for one that normalises; None if it has none for these tokens."""
+    """The texts by the tokenizer's offsets, for one that normalizes; None if it has none for these tokens."""
     if not getattr(tokenizer, "is_fast", False):
         return None
     for adds_special in (True, False):

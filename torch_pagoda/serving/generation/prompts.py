@@ -1,4 +1,4 @@
-"""Prompts of requests as token ids: templates, tokenising, the room that the context leaves."""
+"""Prompts of requests as token ids: templates, tokenizing, the room that the context leaves."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 
 from ...runtime.requests.checks import shown
 from ...runtime.requests.conversation import ConversationError, Message, TemplateRefusal, render_conversation
-from ...runtime.requests.tokenise import cut_above, tokenise
+from ...runtime.requests.tokenize import cut_above, tokenize
 from ..http.errors import ApiError, refuse
 from .prompt_texts import prompt_texts
 
 INLINE_CHARACTERS = 32 * 1024
-"""Of texts that are tokenised on the event loop; longer ones go to a thread, so that no stream waits for them."""
+"""Of texts that are tokenized on the event loop; longer ones go to a thread, so that no stream waits for them."""
 
 PREPARE_SECONDS = 20.0
-"""After which a long prompt that is not rendered or tokenised yet is given up."""
+"""After which a long prompt that is not rendered or tokenized yet is given up."""
 
 RENDERED_PER_SENT = 4
 """A template may write so many characters for each that was sent (and ``INLINE_CHARACTERS`` besides)."""
@@ -58,7 +58,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self._chat_template = chat_template
         self._chat_template_kwargs = dict(chat_template_kwargs or {})
-        self._thread = ThreadPoolExecutor(1, "tokenise")
+        self._thread = ThreadPoolExecutor(1, "tokenize")
         self._template_thread = ThreadPoolExecutor(1, "template")  # one that loops keeps nobody else waiting
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class Prompts:
         """Token ids of a text, cut where they are far more than can run.
 
         Args:
-            text: to tokenise.
+            text: to tokenize.
             max_model_len: what can run.
             add_special_tokens: to it.
             name: of the field, for errors.
@@ -176,7 +176,7 @@ class Prompts:
             refuse(name, f"{name} is text; send token ids, this model came without a tokenizer")
 
         def encode() -> list[int]:
-            return tokenise(text, tokenizer, max_model_len, ends=ends, add_special_tokens=add_special_tokens)
+            return tokenize(text, tokenizer, max_model_len, ends=ends, add_special_tokens=add_special_tokens)
 
         token_ids = await self._run(encode, max(len(text), beside))
         if not token_ids:
@@ -249,7 +249,7 @@ def truncated(prompt: Prompt, most: int | None, max_model_len: int) -> Prompt:
 
 
 def check_room(prompt: Prompt, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    """Refuse what the context has no room for; clients recognise the first sentence.
+    """Refuse what the context has no room for; clients recognize the first sentence.
 
     Args:
         prompt: it.

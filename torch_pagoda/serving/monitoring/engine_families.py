@@ -43,18 +43,18 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     """Families of the engine's figures (``EngineClient.stats``; zeros before it is ready)."""
     for name, (key, text) in _GAUGES.items():
-        yield labelled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
+        yield labeled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     total = stats.get("blocks_total", 0)
     usage = stats.get("blocks_used", 0) / total if total else 0.0
-    yield labelled(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", [(labels, usage)])
-    yield labelled(
+    yield labeled(GaugeMetricFamily, "vllm:kv_cache_usage_perc", "Blocks in use, 0 to 1.", [(labels, usage)])
+    yield labeled(
         GaugeMetricFamily,
         "vllm:num_requests_waiting_by_reason",
         "Sequences that wait, by why; none is held back by anything but capacity.",
         [({**labels, "reason": "capacity"}, stats.get("queue_length", 0)), ({**labels, "reason": "deferred"}, 0)],
     )
     cached = stats.get("cached_tokens", 0)
-    yield labelled(
+    yield labeled(
         CounterMetricFamily,
         "vllm:prompt_tokens_by_source",
         "Tokens of prompts by where they came from.",
@@ -65,7 +65,7 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
         ],
     )
     for name, (key, text) in _COUNTERS.items():
-        yield labelled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
+        yield labeled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=tuple(labels))
     buckets = [(str(float(bound)), float(stats.get(figure, 0))) for bound, figure in FIGURES.items()]
     buckets.append(("+Inf", float(stats.get("steps", 0))))
@@ -77,7 +77,7 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
         "num_gpu_blocks": str(int(total)),
         "num_cpu_blocks": str(int(stats.get("host_blocks_total", 0))),
     }
-    yield labelled(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache was set up.", [(config, 1)])
+    yield labeled(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache was set up.", [(config, 1)])
     yield from _own_families(stats)
 
 
@@ -87,7 +87,7 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
     for phase, spent in (("model", model), ("other", float(stats.get("total_seconds", 0.0)) - model)):
         seconds.add_metric((phase,), count_value=int(stats.get("steps", 0)), sum_value=max(0.0, spent))
     yield seconds
-    yield labelled(
+    yield labeled(
         GaugeMetricFamily,
         "pagoda:blocks",
         "Blocks of the KV cache by what they hold.",
@@ -95,7 +95,7 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
     )
     if total := stats.get("state_slots_total", 0):
         yield from _state_families(stats, total)
-    yield labelled(
+    yield labeled(
         CounterMetricFamily,
         "pagoda:engine_restarts",
         "Engines started in the place of one that died.",
@@ -106,16 +106,16 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
 def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
     """Of models with recurrent or convolution states; vLLM counts theirs as blocks of the KV cache."""
     usage = stats.get("state_slots_used", 0) / total
-    yield labelled(
+    yield labeled(
         GaugeMetricFamily, "pagoda:state_slots_usage_perc", "Slots of states in use, 0 to 1.", [({}, usage)]
     )
-    yield labelled(
+    yield labeled(
         GaugeMetricFamily,
         "pagoda:state_slots",
         "Slots of states by what they hold: a sequence's state, a snapshot of one, nothing.",
         [({"state": state}, stats.get(f"state_slots_{state}", 0)) for state in ("used", "cached", "free")],
     )
-    yield labelled(
+    yield labeled(
         CounterMetricFamily,
         "pagoda:state_slots_evicted",
         "Snapshots of states that were given up for room.",
@@ -123,7 +123,7 @@ def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
     )
 
 
-def labelled(family: type[Family], name: str, text: str, samples: Sequence[tuple[Labels, int | float]]) -> Family:
+def labeled(family: type[Family], name: str, text: str, samples: Sequence[tuple[Labels, int | float]]) -> Family:
     """One family of ``name`` and its samples, which have the same label names."""
     result = family(name, text, labels=tuple(samples[0][0]) if samples else ())
     for labels, value in samples:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..engine_process.client import EngineClient
-from .engine_families import MetricsPrefix, engine_families, histogram_family, labelled, renamed
+from .engine_families import MetricsPrefix, engine_families, histogram_family, labeled, renamed
 from .histogram import (
     COUNTS_OF_N,
     FIRST_TOKEN_SECONDS,
@@ -202,7 +202,7 @@ class ServerMetrics:
         families = [
             *engine_families(stats, labels),
             *(histogram_family(f"vllm:{name}", _HELP[name], [(labels, h)]) for name, h in self._requests.items()),
-            labelled(
+            labeled(
                 CounterMetricFamily,
                 "vllm:request_success",
                 "Completions that ended, by how.",
@@ -227,19 +227,19 @@ class ServerMetrics:
             "Time that grammars took.",
             [({"part": "compile"}, self._grammar_compile)],
         )
-        yield labelled(
+        yield labeled(
             CounterMetricFamily,
             "pagoda:requests_refused",
             "Requests turned away, by why.",
             [({"reason": reason}, count) for reason, count in self._refused.items()],
         )
-        yield labelled(
+        yield labeled(
             CounterMetricFamily,
             "pagoda:disconnects",
             "Requests whose client closed the connection before the end.",
             [({}, self._num_disconnects)],
         )
-        yield labelled(
+        yield labeled(
             CounterMetricFamily,
             "pagoda:tool_parse_failures",
             "Tool calls whose text could not be parsed.",
@@ -247,7 +247,7 @@ class ServerMetrics:
         )
 
     def _http_families(self) -> Iterable[Metric]:
-        yield labelled(
+        yield labeled(
             CounterMetricFamily,
             "http_requests",
             "Responses by route, method and class of status.",

@@ -1,4 +1,4 @@
-"""Markdown to inert HTML, block by block: HTML in the text is text, links are checked, code is coloured.
+"""Markdown to inert HTML, block by block: HTML in the text is text, links are checked, code is colored.
 
 Run as a program it renders for another process: frames of a length (four bytes, big-endian) and JSON, until its input
 ends. ``MarkdownRenderer`` in ``markdown_process.py`` speaks to it.
@@ -20,7 +20,7 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 
-from .code_colours import coloured
+from .code_colors import colored
 from .markdown_process import LENGTH
 
 MAX_NESTING = 40
@@ -69,7 +69,7 @@ def _outermost(tokens: Sequence[Token]) -> Iterator[list[Token]]:
 
 
 class _Renderer(RendererHTML):
-    """HTML without style, image or script; code with spans for its colours."""
+    """HTML without style, image or script; code with spans for its colors."""
 
     def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         return _code(tokens[idx].content, tokens[idx].info)
@@ -103,7 +103,7 @@ def _code(source: str, info: str) -> str:
     language = words[0].lower() if words else ""
     if not _LANGUAGE.fullmatch(language):
         language = ""
-    return f'<pre data-language="{escape(language)}"><code>{coloured(source, language)}</code></pre>\n'
+    return f'<pre data-language="{escape(language)}"><code>{colored(source, language)}</code></pre>\n'
 
 
 class _Markdown(MarkdownIt):
@@ -140,6 +140,6 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
 if __name__ == "__main__":
     # Ctrl+C in a terminal reaches this process, too: the one that it serves decides when to end it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Tokens go before colours.
+    # Tokens go before colors.
     os.nice(5)
     serve(sys.stdin.buffer, sys.stdout.buffer)

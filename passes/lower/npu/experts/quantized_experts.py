@@ -1,4 +1,4 @@
-"""Products of experts over rounded matrices for Ascend: rounded here, or stored so by a quantised checkpoint.
+"""Products of experts over rounded matrices for Ascend: rounded here, or stored so by a quantized checkpoint.
 
 Matches:
     rows, places, counts, _ = npu_moe_init_routing_v2(x, ids, quant_mode=-1)
@@ -45,7 +45,7 @@ _npu = torch.ops.npu
 
 def quantize_npu_experts(traced: TracedGraph) -> PassRecord:
     """Replace products of experts; ``traced.notes.quantized`` lists their weights. Flat (paged) graphs only."""
-    record = PassRecord("quantise_npu_experts")
+    record = PassRecord("quantize_npu_experts")
     if not traced.paged:
         return record
     inputs = QuantizedInputsOf(traced)

@@ -254,7 +254,7 @@ class LatentKeys:
 
     @property
     def shared_width(self) -> int:
-        """Columns of what all heads share and its neighbours, if it has any."""
+        """Columns of what all heads share and its neighbors, if it has any."""
         return _width(self.shared)
 
     @property

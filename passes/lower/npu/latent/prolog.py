@@ -84,7 +84,7 @@ class Compressed:
         """The norm and the rotation that make the two parts of ``latent``.
 
         Raises:
-            NoMatch: not by a norm and a rotation of neighbours.
+            NoMatch: not by a norm and a rotation of neighbors.
         """
         normed = _Normed.of(tracer, latent.latent, "the latent")
         rotation = shared_rotation(latent)

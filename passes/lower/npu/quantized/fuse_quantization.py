@@ -64,7 +64,7 @@ def fuse_npu_quantization(traced: TracedGraph) -> PassRecord:
             return _fuse_swiglu(traced, node, source)
         return (_fuse_norm_by_scale if by_scale else _fuse_norm)(traced, node, source)
 
-    return rewrite_each(traced, "fuse_npu_quantisation", step)
+    return rewrite_each(traced, "fuse_npu_quantization", step)
 
 
 def _fuse_norm(traced: TracedGraph, rounding: fx.Node, normed: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""Graph inputs of quantised products for Ascend: what linking is to make of a weight, noted once for each."""
+"""Graph inputs of quantized products for Ascend: what linking is to make of a weight, noted once for each."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class QuantizedInputsOf:
         return weight.op == "placeholder" and any(weight.name in known for known in names)
 
     def stored(self, weight: fx.Node) -> StoredWeight | None:
-        """A weight, or one of those that are its rows, as a quantised checkpoint stores it; None: as floats."""
+        """A weight, or one of those that are its rows, as a quantized checkpoint stores it; None: as floats."""
         sources = self.traced.notes.merged.get(weight.name, (weight.name,))
         found = self.traced.constants.get(sources[0])
         return found if isinstance(found, StoredWeight) else None

@@ -1,4 +1,4 @@
-"""Products of rounded matrices for Ascend, over weights that are rounded or that a quantised checkpoint stores so.
+"""Products of rounded matrices for Ascend, over weights that are rounded or that a quantized checkpoint stores so.
 
 Matches:
     npu_linear(x, W, b), mm(x, W), addmm(b, x, W)      # parameters; linear(x, W, b) on chips without the first
@@ -69,7 +69,7 @@ class Product(NamedTuple):
 def quantize_npu_linears(traced: TracedGraph) -> PassRecord:
     """Replace products of floats; ``traced.notes.quantized`` lists the weights. Flat (paged) graphs only: elsewhere
     the caller owns the weights."""
-    record = PassRecord("quantise_npu_linears")
+    record = PassRecord("quantize_npu_linears")
     if not traced.paged:
         return record
     inputs = QuantizedInputsOf(traced)

@@ -38,7 +38,7 @@ def _paged_caches(call: Call) -> str:
 
 
 def _parts_of_keys(call: Call) -> str:
-    """Norm and rotation of ``kv``, all of which is normalised where ``v`` is given."""
+    """Norm and rotation of ``kv``, all of which is normalized where ``v`` is given."""
     kv = "kv [B, 1, S, C], v [B, 1, S, V]" if call["v"] is not None else "kv [B, 1, S, C+R]"
     return shaped(f"gamma [C], cos [B, 1, S, R], sin [B, 1, S, R], {kv}")(call)
 

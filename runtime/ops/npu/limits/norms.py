@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .call import Call
-from .quantized import norm_by_scales, one_quantised_result
+from .quantized import norm_by_scales, one_quantized_result
 from .rules import A2, A3, A5, FLOAT, HALF, INFERENCE, Limits, alike, dense, given, lowered, on_inference_chip, shaped
 
 _LAST_DIMS = "gamma [*G, N], beta [*G, N], input [*B, *G, N], x1 [*B, *G, N], x2 [*B, *G, N]"
@@ -86,7 +86,7 @@ LIMITS = {
         {"x1": HALF},
         alike=[("x1", "x2", "gamma")],
         ranks={"x1": tuple(range(2, 9)), "gamma": (1,)},
-        rules=[shaped(_LAST_DIMS), lowered(_last_dim), lowered(one_quantised_result)],
+        rules=[shaped(_LAST_DIMS), lowered(_last_dim), lowered(one_quantized_result)],
     ),
     "npu_add_rms_norm_quant": Limits(
         frozenset({A2, A3, INFERENCE}),

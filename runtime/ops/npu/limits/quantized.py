@@ -188,7 +188,7 @@ def _weight_quant_matmul(call: Call) -> str:
     return f"{given[0]} is given" if given else ""
 
 
-def one_quantised_result(call: Call) -> str:
+def one_quantized_result(call: Call) -> str:
     """npu_add_rms_norm_dynamic_quant: the second result needs a second smoothing."""
     mask = call["output_mask"]
     if mask is None or list(mask) != [True, False]:

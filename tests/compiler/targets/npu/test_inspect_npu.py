@@ -68,7 +68,7 @@ def test_routes_counts_and_launches(explained: Explanation) -> None:
     assert counts["aten.linear"] == 4 * LAYERS + 1
     assert not any(route.refused for route in explained.npu.routes)
     assert explained.leftovers == []
-    assert all(r.matched == r.expected for r in explained.recognised)
+    assert all(r.matched == r.expected for r in explained.recognized)
     said = re.search(r"A Llama layer is (\d+) kernel launches", (ROOT / "docs" / "npu-lowering.md").read_text())
     assert said and explained.target_graph.launches_per_layer == int(said[1]) < explained.launches_before
     assert all(name.startswith("npu.") for layer in explained.layers for name in layer.operators_after)

@@ -1,4 +1,4 @@
-"""The kernel table of quantised checkpoints: what is converted anew has the formats of the loaded weights."""
+"""The kernel table of quantized checkpoints: what is converted anew has the formats of the loaded weights."""
 
 from __future__ import annotations
 

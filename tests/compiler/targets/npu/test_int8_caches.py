@@ -67,7 +67,7 @@ def test_an_activation_does_not_round_what_is_rounded_head_by_head(kv_heads):
     options = CompileOptions(codegen="none", target="npu", kv_cache_dtype="int8")
     report = build_program(model.bfloat16(), options).report
     assert report.verdict.ok and not report.dropped_passes
-    (record,) = [record for record in report.passes if record.name == "fuse_npu_quantisation"]
+    (record,) = [record for record in report.passes if record.name == "fuse_npu_quantization"]
     assert record.matches == 0
     assert {rejection.reason for rejection in record.rejections} == {"its rows are rounded in parts"}
 

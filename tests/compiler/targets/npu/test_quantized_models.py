@@ -187,7 +187,7 @@ def test_stored_numbers_are_served_as_they_are(name, tmp_path):
     report = CompileReport("llama")
     options = CompileOptions(target="npu", codegen="none")
     traced = build_unpacked(model, options, report=report, owns_weights=True).traced
-    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    record = next(record for record in report.passes if record.name == "quantize_npu_linears")
     assert record.matches == 8 and report.verdict.ok and report.verdict.tolerance == WEIGHT_TOLERANCE[8]
     found = [
         inputs for inputs in traced.notes.quantized if traced.constants[inputs.numbers].shape == expected[0].T.shape
@@ -223,7 +223,7 @@ def stored_program(folder, name, dtype, model_type="llama"):
 )
 def test_stored_weights_are_read_as_they_are(name, tmp_path):
     built, report = stored_program(tmp_path, name, torch.bfloat16)
-    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    record = next(record for record in report.passes if record.name == "quantize_npu_linears")
     assert record.matches == 8, record.rejections
     schemes = {i.quantization for i in built.traced.notes.quantized}
     assert schemes == {Quantization(*STORED[name][:2], 16, STORED[name][2])}
@@ -237,7 +237,7 @@ def test_stored_weights_are_read_as_they_are(name, tmp_path):
 @pytest.mark.slow
 def test_stored_experts_are_read_as_they_are(tmp_path):
     built, report = stored_program(tmp_path, "slim-w8a8-dynamic", torch.bfloat16, "qwen3_moe")
-    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    record = next(record for record in report.passes if record.name == "quantize_npu_experts")
     assert record.matches == 4 and report.verdict.ok, record.rejections
     experts = [i for i in built.traced.notes.quantized if built.traced.constants[i.numbers].dim() == 3]
     assert len(experts) == 4 and all(i.stored and i.scale_dtype is torch.bfloat16 for i in experts)
@@ -250,7 +250,7 @@ def experts_of(traced):
 
 def test_w4a8_experts_are_what_the_formula_says():
     model, traced, report = stored("qwen3_moe", "slim-w4a8-experts")
-    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    record = next(record for record in report.passes if record.name == "quantize_npu_experts")
     experts = experts_of(traced)
     assert record.matches == len(experts) > 0 and not record.rejections, record.rejections
     assert {i.quantization for i in experts} == {Quantization(4, 0, 8)} and all(i.sums for i in experts)
@@ -318,7 +318,7 @@ ZEROS = ("ct-w8a8-dynamic-asym", (8, 0, True))
 @pytest.mark.parametrize(("name", "scheme"), [("ct-w4a16", (4, 32, False)), AWQ, SLIM, ZEROS])
 def test_experts_that_no_rows_of_int8_fit_keep_16_bits(name, scheme):
     model, traced, report = stored("qwen3_moe", name, moe_intermediate_size=128)
-    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    record = next(record for record in report.passes if record.name == "quantize_npu_experts")
     assert record.matches == 4, record.rejections
     assert {i.quantization for i in experts_of(traced)} == {Quantization(*scheme[:2], 16, scheme[2])}
     assert illegal_calls(traced, traced.npu) == []
@@ -337,7 +337,7 @@ def test_matrices_that_are_unpacked_as_they_are_read_stay_in_rows():
 @pytest.mark.slow
 def test_mxfp4_experts_are_unpacked_with_the_reason(tmp_path):
     built, report = stored_program(tmp_path, "mxfp4-experts", torch.bfloat16, "gpt_oss")
-    record = next(record for record in report.passes if record.name == "quantise_npu_experts")
+    record = next(record for record in report.passes if record.name == "quantize_npu_experts")
     reasons = {rejection.reason for rejection in record.rejections}
     assert record.matches == 0 and reasons == {"no operator for experts that are stored as e2m1/g32/bf16"}
     assert report.verdict.ok and not [i for i in built.traced.notes.quantized if i.stored]
@@ -356,7 +356,7 @@ def test_latent_attention_is_absorbed_over_stored_weights(tmp_path, caplog):
 @pytest.mark.parametrize("name", ["fp8-blocks", "ct-mxfp4"])
 def test_what_no_operator_reads_is_unpacked_with_the_reason(name, tmp_path):
     built, report = stored_program(tmp_path, name, torch.bfloat16)
-    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    record = next(record for record in report.passes if record.name == "quantize_npu_linears")
     assert record.matches == 0 and len(record.rejections) == 8
     assert all("no operator for weights that are stored as e" in r.reason for r in record.rejections)
     assert report.verdict.ok and built.traced.notes.quantized == []

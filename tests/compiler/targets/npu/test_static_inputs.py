@@ -77,7 +77,7 @@ CASES = [
 @pytest.mark.parametrize(("model_type", "name"), CASES)
 def test_the_logits_are_those_of_the_formula(model_type, name, reference):
     _, traced, report = stored(model_type, name)
-    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    record = next(record for record in report.passes if record.name == "quantize_npu_linears")
     count = 4 if model_type == "qwen3_moe" else 8  # its experts have scales for each row
     assert record.matches == count and {r.reason for r in record.rejections} <= {"it is a router"}, record.rejections
     assert illegal_calls(traced, traced.npu) == []
@@ -177,7 +177,7 @@ def test_what_is_made_is_compared(mistake, monkeypatch):
 def test_scales_that_are_no_bfloat16_are_not_rounded_again(name, dtype, fused):
     """Beside bfloat16 the operator takes such scales alone, and beside float16 those of float32."""
     _, traced, report = stored("llama", name, dtype=dtype)
-    record = next(record for record in report.passes if record.name == "fuse_npu_quantisation")
+    record = next(record for record in report.passes if record.name == "fuse_npu_quantization")
     norms = of(traced, npu.npu_add_rms_norm_quant)
     assert len(norms) == record.matches == fused
     reasons = {rejection.reason for rejection in record.rejections}
@@ -247,7 +247,7 @@ def test_scales_that_vanish_beside_those_of_the_inputs_are_refused():
 
 def test_chips_without_the_operator_keep_floats():
     _, traced, report = stored("llama", QUICK, soc="Ascend950PR")
-    record = next(record for record in report.passes if record.name == "quantise_npu_linears")
+    record = next(record for record in report.passes if record.name == "quantize_npu_linears")
     reasons = {rejection.reason for rejection in record.rejections}
     assert record.matches == 0 and reasons == {"Ascend950PR does not run it"}
     assert illegal_calls(traced, traced.npu) == []

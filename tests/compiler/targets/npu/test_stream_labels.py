@@ -78,16 +78,16 @@ def test_an_engine_runs_its_schedule():
     model = build_legal_model("gpt_neox", dtype=torch.bfloat16)
     limits = {"block_size": 16, "num_blocks": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    labelled: list[str] = []
+    labeled: list[str] = []
     with mock.patch.object(
-        scheduled_graph, "label_branches", lambda gm: labelled.append(label_branches(gm)) or labelled[-1]
+        scheduled_graph, "label_branches", lambda gm: labeled.append(label_branches(gm)) or labeled[-1]
     ):
         llm = pagoda.LLM(
             model, target="npu", codegen="ge", static_decode=True, schedule={"streams": True}, verify="off", **limits
         )
         found = [output.outputs[0].token_ids for output in llm.generate([[4, 5, 6], [7]], params)]
     record = llm.compile_report.passes[-1]
-    assert (record.name, record.matches) == ("schedule_branches", 2) and labelled == [""]
+    assert (record.name, record.matches) == ("schedule_branches", 2) and labeled == [""]
     assert [size.reason for size in llm.compile_report.sizes] == ["", ""]
     plain = pagoda.LLM(model, target="npu", codegen="none", verify="off", **limits)
     assert found == [output.outputs[0].token_ids for output in plain.generate([[4, 5, 6], [7]], params)]

@@ -14,7 +14,7 @@ from torch_pagoda.compiler.options import CompileOptions, selected_passes
 from torch_pagoda.compiler.pipeline import run_passes
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.cpu.batch_invariant import make_batch_invariant
-from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.reports.expected import expected_matches
 from torch_pagoda.runtime.ops.linear.invariant_linear import invariant_linear
 from torch_pagoda.runtime.ops.native import load_kernels
@@ -33,7 +33,7 @@ class GatedMLP(nn.Module):
 
 def test_invariant_products_are_still_those_of_a_gated_mlp():
     traced = aten_of_module(GatedMLP(), torch.randn(1, 5, 16))
-    recognise_linear(traced)
+    recognize_linear(traced)
     assert [e.kind for e in expected_matches(traced.graph)] == ["gated_mlp"]
     assert make_batch_invariant(traced).matches == 3
     assert sum(node.target is invariant_linear for node in traced.graph.nodes) == 3
@@ -51,7 +51,7 @@ def test_invariant_products_are_counted_as_products():
 
 
 def test_what_cannot_be_kept_is_refused(monkeypatch):
-    traced = aten_of_module(GatedMLP(), torch.randn(1, 5, 16))  # its products are not recognised
+    traced = aten_of_module(GatedMLP(), torch.randn(1, 5, 16))  # its products are not recognized
     with pytest.raises(UnsupportedModel, match=r"cannot be kept: aten\.addmm.* in gate adds .* leave"):
         make_batch_invariant(traced)
     monkeypatch.setattr("torch_pagoda.passes.lower.cpu.batch_invariant.load_kernels", lambda: None)

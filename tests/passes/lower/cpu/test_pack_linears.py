@@ -14,7 +14,7 @@ from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.fx_nodes import callee
 from torch_pagoda.passes.lower.cpu.pack_linears import pack_linears
-from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
 from torch_pagoda.runtime.ops.linear.packed_linear import can_pack, pack_weight, packed_linear_reference
 
@@ -26,7 +26,7 @@ PACKED = CompileOptions(codegen="none", pack_weights=True)
 
 def rewritten(model, *, merged=True):
     graph = aten_of_model(model)
-    recognise_linear(graph)
+    recognize_linear(graph)
     if merged:
         merge_linears(graph)
     record = pack_linears(graph)

@@ -11,7 +11,7 @@ from torch import nn
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.passes.lower.cpu.quantize_experts import quantize_experts
-from torch_pagoda.passes.recognise.moe import recognise_moe
+from torch_pagoda.passes.recognize.moe import recognize_moe
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.moe.moe import moe
@@ -22,7 +22,7 @@ from tiny_models import build_tiny_model
 
 def graph_of(name: str):
     graph = aten_of_tiny_model(name)
-    recognise_moe(graph)
+    recognize_moe(graph)
     return graph
 
 
@@ -93,7 +93,7 @@ def test_a_model_with_rounded_experts_is_verified(quantization):
     model = build_tiny_model("qwen3_moe").bfloat16()
     program = build_program(model, CompileOptions(codegen="none", quantization=quantization), owns_weights=True)
     assert program.report.verdict is not None and program.report.verdict.ok
-    (record,) = (record for record in program.report.passes if record.name == "quantise_experts")
+    (record,) = (record for record in program.report.passes if record.name == "quantize_experts")
     assert record.matches == 2
     packed = [given for given in program._args if isinstance(given, torch.Tensor) and given.dtype is torch.uint8]
     assert sum(given.dim() == 2 for given in packed) == 4

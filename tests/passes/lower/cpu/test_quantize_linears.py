@@ -13,9 +13,9 @@ from torch_pagoda.compiler.costs.traffic import Step, moved
 from torch_pagoda.passes.graph.fx_nodes import argument, callee
 from torch_pagoda.passes.lower.cpu.pack_linears import pack_linears
 from torch_pagoda.passes.lower.cpu.quantize_linears import quantize_linears
-from torch_pagoda.passes.recognise.linear import recognise_linear
-from torch_pagoda.passes.recognise.moe import recognise_moe
-from torch_pagoda.passes.recognise.moe_routing import recognise_moe_routing
+from torch_pagoda.passes.recognize.linear import recognize_linear
+from torch_pagoda.passes.recognize.moe import recognize_moe
+from torch_pagoda.passes.recognize.moe_routing import recognize_moe_routing
 from torch_pagoda.passes.rewrite.merge_linears import merge_linears
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, packed_bytes
 
@@ -27,7 +27,7 @@ INT4 = Quantization(4, 64, 8)
 def rewritten(model, scheme=INT4, *, merged=True):
     graph = aten_of_model(model)
     graph.quantization = scheme
-    recognise_linear(graph)
+    recognize_linear(graph)
     if merged:
         merge_linears(graph)
     record = quantize_linears(graph)
@@ -76,15 +76,15 @@ def test_computed_weights_are_left_alone_with_the_reason():
     assert [(r.module, r.reason) for r in record.rejections] == [("o", "the weight is computed, not a parameter")]
 
 
-@pytest.mark.parametrize("recognised", [True, False])
+@pytest.mark.parametrize("recognized", [True, False])
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_routers_keep_their_numbers(name, recognised):
+def test_routers_keep_their_numbers(name, recognized):
     graph = aten_of_tiny_model(name)
     graph.quantization = INT4
-    recognise_linear(graph)
-    if recognised:
-        recognise_moe(graph)
-        recognise_moe_routing(graph)
+    recognize_linear(graph)
+    if recognized:
+        recognize_moe(graph)
+        recognize_moe_routing(graph)
     record = quantize_linears(graph)
     assert {(r.module.rsplit(".", 1)[-1], r.reason) for r in record.rejections} == {("gate", "it is a router")}
     assert record.matches > len(record.rejections)

@@ -18,7 +18,7 @@ from torch_pagoda.passes.lower.npu.site import Site
 from torch_pagoda.passes.lower.npu.spell_out_complex import spell_out_complex
 from torch_pagoda.passes.lower.npu.spell_out_leftovers import spell_out_leftovers
 from torch_pagoda.passes.lower.npu.split_products import split_products
-from torch_pagoda.passes.recognise.linear import recognise_linear
+from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
 from torch_pagoda.runtime.npu_target import NpuTarget
 
@@ -310,7 +310,7 @@ def test_linears_read_their_weight_as_it_is_stored(lead, bias):
     def function(m, x):
         return F.linear(x, m.w, m.b if bias else None)
 
-    graph, _ = lowered(lower_npu_linears, function, x, prepare=recognise_linear, w=matrix, **weights(size=24, b=0))
+    graph, _ = lowered(lower_npu_linears, function, x, prepare=recognize_linear, w=matrix, **weights(size=24, b=0))
     assert operators(graph) == ["npu.npu_linear"]
     (node,) = [n for n in graph.graph.nodes if "npu_linear" in str(n.target)]
     assert [len(shape(n)) for n in node.args[:2]] == [2, 2]
@@ -323,7 +323,7 @@ def test_weights_stored_the_other_way_are_plain_products():
     def function(m, x):
         return torch.addmm(m.b, x.view(-1, 32), m.w).view(*x.shape[:-1], 24)
 
-    graph, _ = lowered(lower_npu_linears, function, X, prepare=recognise_linear, w=matrix, **weights(size=24, b=0))
+    graph, _ = lowered(lower_npu_linears, function, X, prepare=recognize_linear, w=matrix, **weights(size=24, b=0))
     assert operators(graph) == ["aten.addmm"]
 
 
@@ -331,7 +331,7 @@ def test_a_chip_without_the_product_keeps_linear():
     graph = graph_of(
         lambda m, x: F.linear(x, m.w), X, target=NpuTarget("Ascend950PR"), w=torch.randn(24, 32).bfloat16()
     )
-    recognise_linear(graph)
+    recognize_linear(graph)
     record = lower_npu_linears(graph)
     assert operators(graph) == ["aten.linear"] and "does not run it" in refusals(record)
 

@@ -39,7 +39,7 @@ FUSED = npu.npu_grouped_matmul_swiglu_quant_v2
 def test_experts_are_four_launches_beside_routing():
     _, traced, report = quantized("qwen3_moe")
     assert record_of(report, "fuse_npu_experts").matches == 2
-    assert record_of(report, "quantise_npu_experts").matches == 4
+    assert record_of(report, "quantize_npu_experts").matches == 4
     nodes = decoder_layers(traced.graph).nodes(1)
     found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
     assert [found[name] for name in EXPERTS] == [1, 1, 0, 1, 1, 0, 1]  # o_proj's rounding
@@ -156,7 +156,7 @@ def test_sizes_that_the_grouped_activation_does_not_take_go_without_groups():
 
 def test_experts_with_biases_stay_with_the_reason():
     _, traced, report = quantized("gpt_oss")
-    record = record_of(report, "quantise_npu_experts")
+    record = record_of(report, "quantize_npu_experts")
     assert record.matches == 0
     reasons = {rejection.reason for rejection in record.rejections}
     assert reasons == {"a bias of torch.float32; torch.int32 beside torch.int8"}
@@ -179,21 +179,21 @@ def test_experts_with_biases_stay_with_the_reason():
 def test_experts_that_were_made_for_rows_of_int8_say_why_they_have_none(name, why, more):
     """``more``: why they are products of floats then."""
     _, _, report = stored("qwen3_moe", name, moe_intermediate_size=64)
-    record = record_of(report, "quantise_npu_experts")
+    record = record_of(report, "quantize_npu_experts")
     assert (record.matches, len(record.rejections)) == ((0, 4) if more else (4, 0))
     reasons = ("npu.npu_grouped_matmul", why), ("npu.npu_grouped_matmul", more)
     assert {route.refused for route in record.routes} == {reasons if more else reasons[:1]}
     assert all(rejection.reason == f"{why}; {more}" for rejection in record.rejections)
     assert {route.module.rpartition(".")[2] for route in record.routes} == {"experts"}
     _, _, asked = stored("qwen3_moe", name, input_bits=16, moe_intermediate_size=64)
-    said = {reason for route in record_of(asked, "quantise_npu_experts").routes for _, reason in route.refused}
+    said = {reason for route in record_of(asked, "quantize_npu_experts").routes for _, reason in route.refused}
     assert said == ({more} if more else set()), "nobody asks why"
 
 
 @pytest.mark.parametrize("quantization", ["int8-weight-only", "int4-weight-only"])
 def test_experts_whose_inputs_keep_16_bits_are_five_launches(quantization):
     _, traced, report = quantized("qwen3_moe", quantization)
-    assert record_of(report, "quantise_npu_experts").matches == 4
+    assert record_of(report, "quantize_npu_experts").matches == 4
     nodes = decoder_layers(traced.graph).nodes(1)
     found = Counter(operator_name(node).removeprefix("npu.npu_") for node in nodes if launches_work(node))
     assert [found[name] for name in EXPERTS] == [1, 2, 0, 1, 0, 1, 0]
@@ -222,14 +222,14 @@ def test_groups_of_experts_have_scales_of_their_own():
 def test_groups_that_do_not_divide_their_inputs_stay_floats():
     """The operator gets no size of groups: it would split 192 inputs with two scales in the middle."""
     _, _, report = quantized("qwen3_moe", "int4-weight-only", moe_intermediate_size=192)
-    record = record_of(report, "quantise_npu_experts")
+    record = record_of(report, "quantize_npu_experts")
     reasons = {rejection.reason.partition(",")[0] for rejection in record.rejections}
     assert record.matches == 2 and reasons == {"groups of 128 do not divide 192 inputs"}
 
 
 def test_biases_stay_beside_rounded_matrices():
     _, traced, report = quantized("gpt_oss", "int4-weight-only", dtype=torch.bfloat16)
-    assert record_of(report, "quantise_npu_experts").matches == 4
+    assert record_of(report, "quantize_npu_experts").matches == 4
     biases = [node.kwargs["bias"][0] for node in nodes_of(traced, npu.npu_grouped_matmul)]
     assert {bias.meta["example_value"].dtype for bias in biases} == {torch.float32}
     assert illegal_calls(traced, NpuTarget(block_size=16)) == []

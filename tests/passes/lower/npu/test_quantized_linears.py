@@ -28,7 +28,7 @@ def layer(traced, index):
 
 def test_a_llama_layer_is_twelve_launches():
     _, traced, report = quantized("llama")
-    assert record_of(report, "quantise_npu_linears").matches == 2 * 4 + 1
+    assert record_of(report, "quantize_npu_linears").matches == 2 * 4 + 1
     found = layer(traced, 1)
     assert found == ROUNDED_LLAMA
     assert found.total() == 12
@@ -39,7 +39,7 @@ def test_a_llama_layer_is_twelve_launches():
 
 def test_without_fusions_a_layer_is_fifteen_launches():
     _, traced, report = quantized("llama", opt_level=1)
-    assert "fuse_npu_quantisation" not in [record.name for record in report.passes]
+    assert "fuse_npu_quantization" not in [record.name for record in report.passes]
     found = layer(traced, 1)
     assert found["quant_matmul"] == 7 and found["dynamic_quant"] == 4, "products of the same rows round them once"
     assert found["npu_linear"] == 0
@@ -60,14 +60,14 @@ def test_weights_are_neither_cast_nor_turned_in_the_graph():
 
 def test_matrices_that_are_stored_by_inputs_are_rounded_too():
     _, traced, report = quantized("gpt2")
-    assert record_of(report, "quantise_npu_linears").matches == 9
+    assert record_of(report, "quantize_npu_linears").matches == 9
     assert sum(inputs.turned for inputs in traced.notes.quantized) == 8
     assert not [n for n in traced.graph.nodes if n.target in (torch.ops.aten.addmm.default, npu.npu_linear.default)]
 
 
 def test_routers_stay_and_so_do_norms_that_they_read():
     _, traced, report = quantized("qwen3_moe")
-    reasons = Counter(rejection.reason for rejection in record_of(report, "quantise_npu_linears").rejections)
+    reasons = Counter(rejection.reason for rejection in record_of(report, "quantize_npu_linears").rejections)
     assert reasons == {"it is a router": 2}
     gates = [n for n in traced.graph.nodes if n.target is npu.npu_linear.default]
     assert len(gates) == 2
@@ -77,7 +77,7 @@ def test_routers_stay_and_so_do_norms_that_they_read():
 
 def test_a_router_beside_a_shared_expert_keeps_the_norm():
     _, traced, report = quantized("deepseek_v3")
-    reasons = {rejection.reason for rejection in record_of(report, "fuse_npu_quantisation").rejections}
+    reasons = {rejection.reason for rejection in record_of(report, "fuse_npu_quantization").rejections}
     assert reasons == {"something else reads the norm, too"}
     assert illegal_calls(traced, TARGET) == []
 
@@ -92,7 +92,7 @@ def test_applied_twice_they_change_nothing():
 
 def test_a_chip_without_npu_linear_multiplies_int8_too():
     _, traced, report = quantized("qwen2", soc="Ascend950PR")
-    assert record_of(report, "quantise_npu_linears").matches == 9
+    assert record_of(report, "quantize_npu_linears").matches == 9
     assert not [n for n in traced.graph.nodes if n.target is torch.ops.aten.linear.default]
     assert illegal_calls(traced, traced.npu) == []
     errors = row_errors_of(program_of(traced), plain_reference("qwen2", soc="Ascend950PR"))
@@ -101,9 +101,9 @@ def test_a_chip_without_npu_linear_multiplies_int8_too():
 
 def test_a_head_of_many_tokens_stays_with_the_reason():
     _, traced, report = quantized("llama", vocab_size=65536, num_hidden_layers=1)
-    (rejection,) = record_of(report, "quantise_npu_linears").rejections
+    (rejection,) = record_of(report, "quantize_npu_linears").rejections
     assert "the last dim of x2 is 65536; at most 65535" in rejection.reason
-    route = next(r for r in record_of(report, "quantise_npu_linears").routes if not r.chosen)
+    route = next(r for r in record_of(report, "quantize_npu_linears").routes if not r.chosen)
     assert route.module == "lm_head" and route.refused
     assert len([n for n in traced.graph.nodes if n.target is npu.npu_linear.default]) == 1
     assert len(traced.notes.quantized) == 4 and illegal_calls(traced, TARGET) == []
@@ -111,7 +111,7 @@ def test_a_head_of_many_tokens_stays_with_the_reason():
 
 def test_nothing_is_rounded_unless_asked_for():
     _, traced, report = quantized("llama", quantization=None)
-    assert record_of(report, "quantise_npu_linears").matches == 0 and traced.notes.quantized == []
+    assert record_of(report, "quantize_npu_linears").matches == 0 and traced.notes.quantized == []
 
 
 # Legal calls of each operator, changed to illegal ones.

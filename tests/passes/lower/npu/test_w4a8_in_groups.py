@@ -42,7 +42,7 @@ def refused(record):
 
 def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
     traced, records = graph_of("llama", "slim-w4a8-g256", "aclgraph", intermediate_size=512)
-    assert records["quantise_npu_linears"].matches == 8 and not records["quantise_npu_linears"].rejections
+    assert records["quantize_npu_linears"].matches == 8 and not records["quantize_npu_linears"].rejections
     assert layer(traced) == ROUNDED_LLAMA
     for node in nodes_of(traced, npu.npu_quant_matmul):
         _, weight, scale = node.args
@@ -62,7 +62,7 @@ def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
 )
 def test_linears_that_have_no_such_form_keep_16_bits(name, graph_mode, why):
     traced, records = graph_of("llama", name, graph_mode, intermediate_size=512)
-    record = records["quantise_npu_linears"]
+    record = records["quantize_npu_linears"]
     assert record.matches == 8 and not nodes_of(traced, npu.npu_quant_matmul)
     assert any(operator == "quant_matmul" and why in reason for operator, reason in refused(record)), refused(record)
     assert {route.chosen for route in record.routes if route.refused} == {("npu.npu_weight_quant_batchmatmul",)}
@@ -81,17 +81,17 @@ def test_linears_that_have_no_such_form_keep_16_bits(name, graph_mode, why):
 )
 def test_forms_that_keep_16_bits_say_why(name, why):
     traced, records = graph_of("llama", name, "aclgraph", intermediate_size=512)
-    record = records["quantise_npu_linears"]
+    record = records["quantize_npu_linears"]
     assert record.matches and not nodes_of(traced, npu.npu_quant_matmul)
     assert refused(record) == {("quant_matmul", why)}
     _, asked, report = stored("llama", name, graph_mode="aclgraph", input_bits=16, intermediate_size=512)
-    assert not refused(next(record for record in report.passes if record.name == "quantise_npu_linears"))
+    assert not refused(next(record for record in report.passes if record.name == "quantize_npu_linears"))
     assert nodes_of(asked, npu.npu_weight_quant_batchmatmul)
 
 
 def test_a_bias_keeps_16_bits():
     traced, records = graph_of("qwen2", "slim-w4a8-g256", "aclgraph", intermediate_size=512)
-    assert ("quant_matmul", "there is no bias beside matrices of 4 bits") in refused(records["quantise_npu_linears"])
+    assert ("quant_matmul", "there is no bias beside matrices of 4 bits") in refused(records["quantize_npu_linears"])
     found = layer(traced)
     assert found["weight_quant_batchmatmul"] == 1 and found["quant_matmul"] == 3
 
@@ -99,7 +99,7 @@ def test_a_bias_keeps_16_bits():
 @pytest.mark.parametrize(("graph_mode", "fused"), [("ge", 0), ("aclgraph", 1)])
 def test_experts_in_groups_of_256(graph_mode, fused):
     traced, records = graph_of("qwen3_moe", "slim-w4a8-g256", graph_mode, **SIZES)
-    assert records["quantise_npu_experts"].matches == 4 and not records["quantise_npu_experts"].rejections
+    assert records["quantize_npu_experts"].matches == 4 and not records["quantize_npu_experts"].rejections
     assert records["fuse_npu_experts"].matches == 2 * fused
     found = layer(traced)
     experts = ("moe_init_routing_v2", "grouped_matmul", "grouped_matmul_swiglu_quant_v2", "dequant_swiglu_quant")
@@ -116,7 +116,7 @@ def test_experts_in_groups_of_256(graph_mode, fused):
 
 def test_experts_in_groups_of_128_keep_16_bits():
     traced, records = graph_of("qwen3_moe", "slim-w4a8-g128", "aclgraph", **SIZES)
-    record = records["quantise_npu_experts"]
+    record = records["quantize_npu_experts"]
     assert record.matches == 4
     reasons = {why for operator, why in refused(record) if operator == "grouped_matmul"}
     assert reasons == {"4 groups of 512 inputs; beside rows of int8 256 share a scale"}

@@ -98,7 +98,7 @@ def test_nan_reaches_few_rows_and_no_others(paged_case, group, bad, context):
 
 
 @pytest.mark.parametrize("cache_by_heads", [True, False])
-def test_blocks_between_neighbours_lie_elsewhere(check, paged_case, cache_by_heads):
+def test_blocks_between_neighbors_lie_elsewhere(check, paged_case, cache_by_heads):
     """The 16th key is where it would be if all 16 were one after the other, those between are not."""
     case = paged_case(
         [(1, 20)],

@@ -126,7 +126,7 @@ def test_inputs_that_are_bad_spoil_their_row_only() -> None:
 
 
 def test_scales_of_other_blocks_show() -> None:
-    """Mutants: the scale of the neighbour block of inputs, of outputs, and that of the last, short group."""
+    """Mutants: the scale of the neighbor block of inputs, of outputs, and that of the last, short group."""
     weight = stored_weight("e4m3/g128/f32", 130, 300).to(torch.float32)
     x, given = torch.randn(5, 300), (130, *scheme_of(weight.form).arguments())
     for scales in (weight.scales.roll(1, 1), weight.scales.roll(1, 0), weight.scales * torch.tensor([1, 1, 1.01])):

@@ -37,7 +37,7 @@ def test_reference_is_torch_s(dtype):
 @pytest.mark.parametrize("dim", [5, 64, 100, 1000, 2048])
 def test_kernel_is_the_reference(dtype, dim, assert_rounded_alike):
     for rows in (1, 15):
-        # Off centre: the mean must be taken away before squaring.
+        # Off center: the mean must be taken away before squaring.
         x, residual = (torch.randn(rows, dim) + 1).to(dtype), torch.randn(rows, dim).to(dtype)
         weight, bias = torch.randn(dim), torch.randn(dim)
         for parameters in (

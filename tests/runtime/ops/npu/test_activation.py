@@ -95,7 +95,7 @@ def test_clipped_swiglu_along_another_dim():
         npu.npu_clipped_swiglu(x, dim=1, interleaved=False),
         npu.npu_clipped_swiglu(x.transpose(1, 2).contiguous(), interleaved=False).transpose(1, 2).double(),
     )
-    # Interleaved, the dims from dim on are one axis: neighbours are taken there, not along dim.
+    # Interleaved, the dims from dim on are one axis: neighbors are taken there, not along dim.
     flat = npu.npu_clipped_swiglu(x.reshape(2, 24)).reshape(2, 3, 4)
     assert torch.equal(npu.npu_clipped_swiglu(x, dim=1), flat)
     assert torch.equal(npu.npu_clipped_swiglu(x, dim=0), npu.npu_clipped_swiglu(x.reshape(1, -1)).reshape(1, 6, 4))

@@ -51,7 +51,7 @@ def exact(bits: int = 8, *, gate_on_the_right: bool = False) -> torch.Tensor:
     return F.silu(right) * left if gate_on_the_right else F.silu(left) * right
 
 
-def dequantised(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def dequantized(found: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     return found[0].double() * found[1].double()[:, None]
 
 
@@ -60,9 +60,9 @@ def test_the_formula_in_float64(bits: int) -> None:
     found, wanted = npu.npu_grouped_matmul_swiglu_quant_v2(**call(bits)), exact(bits)
     assert found[0].dtype is torch.int8 and found[1].dtype is torch.float32 and found[1].shape == (11,)
     torch.testing.assert_close(found[1].double(), wanted.abs().amax(-1) / 127, rtol=1e-5, atol=0)
-    assert ((dequantised(found) - wanted).abs() <= 0.5001 * found[1].double()[:, None]).all()
+    assert ((dequantized(found) - wanted).abs() <= 0.5001 * found[1].double()[:, None]).all()
     other = exact(bits, gate_on_the_right=True)
-    off = (dequantised(found) - other).abs() > 0.6 * found[1].double()[:, None]
+    off = (dequantized(found) - other).abs() > 0.6 * found[1].double()[:, None]
     assert off.any(-1).double().mean() > 0.5
 
 
@@ -104,9 +104,9 @@ def test_scales_of_groups() -> None:
     wanted = F.silu(left) * right
     found = npu.npu_grouped_matmul_swiglu_quant_v2(**given)
     torch.testing.assert_close(found[1].double(), wanted.abs().amax(-1) / 127, rtol=1e-5, atol=0)
-    assert ((dequantised(found) - wanted).abs() <= 0.501 * found[1].double()[:, None]).all()
+    assert ((dequantized(found) - wanted).abs() <= 0.501 * found[1].double()[:, None]).all()
     other = npu.npu_grouped_matmul_swiglu_quant_v2(**{**given, "weight_scale": [bits_of_float(scale.roll(1, 1))]})
-    assert ((dequantised(other) - wanted).abs() > 0.6 * found[1].double()[:, None]).any()
+    assert ((dequantized(other) - wanted).abs() > 0.6 * found[1].double()[:, None]).any()
     with pytest.raises(ValueError, match=r"weight_scale is torch.int64 \(3, 4, 64\)"):
         npu.npu_grouped_matmul_swiglu_quant_v2(**{**given, "dequant_mode": 0})
 
@@ -133,7 +133,7 @@ def test_ends_and_counts_and_dtypes_of_scales() -> None:
     ids=["scales of another expert", "scales of other rows", "rows of another expert", "gate and up exchanged"],
 )
 def test_mistakes_are_other_numbers(change: dict[str, Any]) -> None:
-    wrong, wanted = dequantised(npu.npu_grouped_matmul_swiglu_quant_v2(**call(**change))), exact()
+    wrong, wanted = dequantized(npu.npu_grouped_matmul_swiglu_quant_v2(**call(**change))), exact()
     assert ((wrong - wanted).abs() > 0.02 * wanted.abs()).double().mean() > 0.5
 
 

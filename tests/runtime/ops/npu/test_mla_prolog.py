@@ -36,7 +36,7 @@ def caches():
 
 
 def turned(x, sin, cos):
-    """Neighbours of the last dim as complex numbers, left in halves."""
+    """Neighbors of the last dim as complex numbers, left in halves."""
     pairs = x.double().unflatten(-1, (-1, 2))
     turn = torch.complex(cos.double()[..., : ROPE // 2], sin.double()[..., : ROPE // 2])
     result = torch.view_as_complex(pairs.contiguous()) * turn

@@ -79,8 +79,8 @@ def test_kernels_name_arguments_of_the_schema(operator):
 
 def test_what_a_kernel_does_not_name_keeps_its_default():
     x = torch.randn(2, 8)
-    quantised = torch.ops.npu.npu_dynamic_quant(x, dst_type=1, quant_mode="pertoken", group_index=None)
-    assert all(map(torch.equal, quantised, torch.ops.npu.npu_dynamic_quant(x)))
+    quantized = torch.ops.npu.npu_dynamic_quant(x, dst_type=1, quant_mode="pertoken", group_index=None)
+    assert all(map(torch.equal, quantized, torch.ops.npu.npu_dynamic_quant(x)))
     for name, given, known in (
         ("dst_type", 2, "=2; it takes None or 1"),
         ("quant_mode", "pertensor", "='pertensor'; it takes 'pertoken'"),

@@ -41,9 +41,9 @@ def test_half_mode_turns_pairs_of_halves(assert_close):
     assert_close(npu.npu_rotary_mul(x[None], cos[None], sin[None], "half"), wanted[None])
 
 
-def test_interleave_mode_turns_neighbours(assert_close):
+def test_interleave_mode_turns_neighbors(assert_close):
     x = torch.randn(TOKENS, HEADS, DIM)
-    cos, sin = tables("neighbours")
+    cos, sin = tables("neighbors")
     wanted = turned(x.unflatten(-1, (-1, 2))).flatten(-2).float()
     assert_close(npu.npu_rotary_mul(x, cos, sin, "interleave"), wanted)
     # The same as a matrix, as graphs on A2 and A3 need it, whatever the mode says.

@@ -29,7 +29,7 @@ def assert_alike(assert_close, assert_rounded_alike):
         if expected.dtype is torch.float16:  # torch adds up in fp16 on some processors
             assert_close(actual, expected)
         else:
-            # Half precision is rounded twice, and a neighbour before the activation can be one behind it.
+            # Half precision is rounded twice, and a neighbor before the activation can be one behind it.
             assert_rounded_alike(actual, expected, few=0.02)
 
     return check

@@ -25,7 +25,7 @@ FUNCTIONS = [linear_recurrence_reference, linear_recurrence_cpu]
 
 
 def delta_case(tokens, heads, dtype=torch.float32, by_channel=False, strong=False):
-    """Arguments of a gated delta rule whose keys are normalised inside."""
+    """Arguments of a gated delta rule whose keys are normalized inside."""
     key_heads, value_heads, dim, value_dim = heads
     query, key = (torch.randn(1, tokens, key_heads, dim).to(dtype) for _ in range(2))
     value = torch.randn(1, tokens, value_heads, value_dim).to(dtype)

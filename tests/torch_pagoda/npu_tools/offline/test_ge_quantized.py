@@ -1,4 +1,4 @@
-"""Quantised graphs through the real torchair: node types, attributes, launches, no weight cast or turned."""
+"""Quantized graphs through the real torchair: node types, attributes, launches, no weight cast or turned."""
 
 from __future__ import annotations
 
@@ -299,6 +299,6 @@ def test_weights_alone(quantization):
     groups = Counter(node.attributes["antiquant_group_size"] for node in products)
     # The second products of these layers have 128 inputs: all share a scale.
     assert groups == ({128: 6, 0: 3} if quantization.startswith("int4") else {0: 9})
-    # Torchair turns an optimisation of views off for graphs with this operator: still no cache is copied.
+    # Torchair turns an optimization of views off for graphs with this operator: still no cache is copied.
     caches = [n.name for n in traced.placeholders if "_cache_" in n.name]
     assert graph.cache_copies(*caches) == []

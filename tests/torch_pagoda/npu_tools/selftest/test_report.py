@@ -83,7 +83,7 @@ def full() -> Report:
                 "pass by pass",
                 CRASHED,
                 "its process died of SIGSEGV",
-                found={"checks": [{"name": "recognise_rms_norm", "error": 0.01, "reason": ""}], "limit": 0.3},
+                found={"checks": [{"name": "recognize_rms_norm", "error": 0.01, "reason": ""}], "limit": 0.3},
             )
         ],
         graphs=[

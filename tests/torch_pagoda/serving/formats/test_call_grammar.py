@@ -269,7 +269,7 @@ def test_a_missing_end_of_a_value_is_not_mended_where_a_grammar_takes_it_for_tex
     assert "77" in json.loads(call.arguments)["city"] and json.loads(call.arguments)["days"] == 3
 
 
-REFERRED = {"$defs": {"colour": {"enum": ["red", "blue"], "type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
+REFERRED = {"$defs": {"color": {"enum": ["red", "blue"], "type": "string"}, "loop": {"$ref": "#/$defs/loop"}}}
 VALUES: list[Any] = [
     "a",
     "ab",
@@ -308,14 +308,14 @@ VALUES: list[Any] = [
         ({"enum": ["a", "ab"], "const": "a"}, "enum const", ["12"]),
         ({"type": "string", "enum": ["a", 12]}, "type", ["a"]),
         ({"type": ["string", "number"], "enum": ["a", 12]}, "", ["a", 12]),
-        ({"$ref": "#/$defs/colour"}, "", ["red"]),
+        ({"$ref": "#/$defs/color"}, "", ["red"]),
         ({"$ref": "#/$defs/loop"}, "$ref", ["a"]),
         ({"$ref": "#/$defs/nowhere"}, "$ref", ["a"]),
-        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "null"}], "default": None}, "", ["red", None]),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "null"}], "default": None}, "", ["red", None]),
         ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "", ["a", "null"]),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "object"}]}, "", ["a", "12", '{"a": 1}']),
         ({"anyOf": [{"type": "string"}, {"enum": [13]}]}, "anyOf", ["12"]),
-        ({"anyOf": [{"$ref": "#/$defs/colour"}, {"type": "integer"}]}, "anyOf", ["a"]),
+        ({"anyOf": [{"$ref": "#/$defs/color"}, {"type": "integer"}]}, "anyOf", ["a"]),
         ({"anyOf": [{"type": "string", "maxLength": 1}, {"type": "null"}]}, "maxLength", ["ab"]),
         ({"anyOf": [{"type": "string"}, {"type": "object", "required": ["b"]}]}, "required", ['{"a": 1}']),
         ({"anyOf": [{"anyOf": [{"type": "string"}]}, {"type": "null"}]}, "anyOf", ["a"]),

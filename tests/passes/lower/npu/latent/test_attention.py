@@ -1,4 +1,4 @@
-"""Latent attention on Ascend: which spellings are recognised, which operators stand for them, and their numbers."""
+"""Latent attention on Ascend: which spellings are recognized, which operators stand for them, and their numbers."""
 
 from __future__ import annotations
 
