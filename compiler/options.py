@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -79,9 +82,11 @@ class CompileOptions(Choices):
         for names in self.passes.values():
             if isinstance(names, str) or not isinstance(names, Sequence):
                 raise ValueError(f"passes={self.passes!r} needs a list of pass names")
-            for name in names:
-                if name not in known:
-                    raise ValueError(f"passes names an unknown pass {name!r}{_hint(str(name), known)}")
+        passes = {key: [_american(name, known) for name in names] for key, names in self.passes.items()}
+        object.__setattr__(self, "passes", passes)
+        for name in chain.from_iterable(passes.values()):
+            if name not in known:
+                raise ValueError(f"passes names an unknown pass {name!r}{_hint(str(name), known)}")
         check_conflicts(vars(self))
 
     @classmethod
@@ -213,6 +218,15 @@ def _check_kv_cache_dtype(given: object) -> None:
     if name.startswith("int8"):
         _one_of("kv_cache_dtype", given, KV_CACHE_DTYPES, "'int8', which has a scale per token and head")
     _one_of("kv_cache_dtype", given, KV_CACHE_DTYPES)
+
+
+def _american(name: str, known: Sequence[str]) -> str:
+    """Name of a pass that was spelled as passes were before (``quantise_linears``); others as they are."""
+    new = re.sub("(recogn|quant)is", r"\1iz", str(name))
+    if new == name or name in known or new not in known:
+        return name
+    warnings.warn(f"passes: {name!r} is called {new!r} now", DeprecationWarning, stacklevel=5)
+    return new
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
