@@ -10,7 +10,7 @@ ceiling   tokens/s of the 32 requests in ``shapes.py``: the scheduler is run wit
           its matrix products, each step's timed at its number of rows. All layers have matrices of their own, so
           that none is in a cache when it is read again. Between the sizes that are timed, time is interpolated.
 
-Figures of other runs are no measure: machines drift. Whatever is compared with these is measured in the same run.
+Figures of other runs are not a measure: machines drift. Whatever is compared with these is measured in the same run.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ REQUIRED = ("attention", "norm", "rope", "gated_mlp", "activation")
 TARGET = 110
 """Architectures of which that has to hold."""
 
-# Reasons that are no limit of an operator but of how the graph is laid out.
+# Reasons that are not a limit of an operator but of how the graph is laid out.
 _NOT_A_LIMIT = ("are not the halves of one tensor", "lie in turns", "computed, not parameters")
 
 

@@ -1,7 +1,7 @@
 """What coverage.py says of one architecture whose weights are rounded: ``--quantization int8`` and the others.
 
 The reference is transformers over the same rounded weights: each matrix that the program holds rounded is replaced,
-in a copy of the model, by what its whole numbers and scales mean (that they are near the float ones is what compiling
+in a copy of the model, by what its integers and scales mean (that they are near the float ones is what compiling
 checks). After each prefix of the served tokens the reported
 log-probabilities are compared. With inputs of 8 bits they differ by what rounding inputs costs, with 16 bits hardly.
 """

@@ -203,7 +203,7 @@ def _one_of(option: str, given: object, allowed: Sequence[Any], remedy: str = "o
 
 
 def _check_kv_cache_dtype(given: object) -> None:
-    """Raise ``ValueError`` for what is no choice; names that vLLM knows are answered with what to use."""
+    """Raise ``ValueError`` for what is not a choice; names that vLLM knows are answered with what to use."""
     name = given.lower() if isinstance(given, str) else ""
     if name.startswith(_FLOATS_OF_FEW_BITS):
         raise ValueError(

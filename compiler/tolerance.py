@@ -43,7 +43,7 @@ class Tolerance:
 
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest difference in each row, ``[R]``, in standard deviations; infinite where something is no number.
+    """The largest difference in each row, ``[R]``, in standard deviations; infinite where something is not a number.
 
     Args:
         found: ``[R, n]``.

@@ -75,7 +75,7 @@ def register_pass(
         raise ValueError(f"level={level!r} is not one of {', '.join(map(str, OPT_LEVELS))}")
     if not any(p.name == before and p.stage == stage for p in PASSES):
         known = ", ".join(dict.fromkeys(p.name for p in PASSES if p.stage == stage))
-        raise ValueError(f"before={before!r} is no pass of stage {stage!r}; known are {known}")
+        raise ValueError(f"before={before!r} is not a pass of stage {stage!r}; known are {known}")
     unregister_pass(name)
     _registered.append((Pass(name, apply, stage, level, required=False), before))
 

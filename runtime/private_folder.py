@@ -36,11 +36,11 @@ def check_private_folder(folder: Path) -> None:
 
     Raises:
         FileNotFoundError: there is none.
-        NotPrivate: it is no folder, or others may have written in it.
+        NotPrivate: it is not a folder, or others may have written in it.
     """
     status = os.stat(folder)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotPrivate(f"{folder} is no folder; set {CACHE} to one of your own")
+        raise NotPrivate(f"{folder} is not a folder; set {CACHE} to one of your own")
     _check(folder, status)
 
 
@@ -110,7 +110,7 @@ def _open(path: Path, flags: int) -> int:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise NotPrivate(f"{path} is no ordinary file; delete it")
+            raise NotPrivate(f"{path} is not an ordinary file; delete it")
         _check(path, status)
     except BaseException:
         os.close(descriptor)

@@ -12,6 +12,6 @@ def shown(value: object) -> str:
         value = value[:_MOST_SHOWN]
     try:
         text = repr(value).replace("\n", " ")
-    except Exception:  # a whole number of thousands of digits, or a repr that fails
+    except Exception:  # an integer of thousands of digits, or a repr that fails
         return f"<{type(value).__name__}>"
     return text if len(text) <= _MOST_SHOWN else text[: _MOST_SHOWN - 3] + "..."

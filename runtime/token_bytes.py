@@ -28,7 +28,7 @@ class TokenBytes:
     def __init__(self, tokenizer: Any) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "id_to_token"):
-            raise ValueError("it is no fast tokenizer")
+            raise ValueError("it is not a fast tokenizer")
         self._piece_of = backend.id_to_token
         self._replacements: list[tuple[str, str]] = []
         self._has_letters = self._has_byte_pieces = False

@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _shard(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shard; use k/N with k from 1 to N")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shard; use k/N with k from 1 to N")
     return int(found[1]), int(found[2])
 
 

@@ -115,4 +115,4 @@ def test_tests_are_selected_by_tier_and_shard() -> None:
 def test_shards_that_are_none_are_refused(shard: str) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "--shard", shard, __file__]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, check=False)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR and f"{shard!r} is no shard" in done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR and f"{shard!r} is not a shard" in done.stderr

@@ -153,7 +153,7 @@ def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | 
     Negative ones, with which some configs say that nothing does, are left out: no token is one.
 
     Raises:
-        ValueError: one is no integer.
+        ValueError: one is not an integer.
     """
     configs = (getattr(module, "generation_config", None), module.config)
     configured = next((config for config in configs if getattr(config, "eos_token_id", None) is not None), None)

@@ -58,8 +58,8 @@ def calibrate(
 ) -> list[CalibratedMatrix]:
     """Put the matrices of the decoder layers on a 4-bit grid, in place.
 
-    The model stays an ordinary one, of its own dtype: its numbers are whole numbers from -8 to 7 times the scale of
-    their group, up to the rounding of that dtype. ``quantization="int4"`` finds these whole numbers again, for the
+    The model stays an ordinary one, of its own dtype: its numbers are integers from -8 to 7 times the scale of
+    their group, up to the rounding of that dtype. ``quantization="int4"`` finds these integers again, for the
     model's config records the grid (see ``recorded_grid.py``). Embeddings, norms, biases and the head are not
     touched; nor are matrices outside of ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the
     first batch does not reach.
@@ -78,7 +78,7 @@ def calibrate(
         Each rounded matrix, in the order of their use.
 
     Raises:
-        ValueError: a group size that cannot be stored, windows that are no token ids, or a model that does not go
+        ValueError: a group size that cannot be stored, windows that are not token ids, or a model that does not go
             from layer to layer.
     """
     check_group_size(group_size)

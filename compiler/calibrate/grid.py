@@ -1,6 +1,6 @@
 """Round a matrix to 4 bits so that a layer's outputs change least, rather than its weights.
 
-A row ``w`` of the matrix becomes ``v = s q``: whole numbers ``q`` from -8 to 7, and a scale ``s`` for each group of
+A row ``w`` of the matrix becomes ``v = s q``: integers ``q`` from -8 to 7, and a scale ``s`` for each group of
 inputs. Over calibration inputs ``x`` the squared error of the output is ``(w - v) H (w - v)`` with ``H = sum x x'``.
 Three steps lower it:
 
@@ -28,7 +28,7 @@ _BLOCK = 128
 
 @dataclass(frozen=True)
 class GridWeight:
-    """A matrix of whole numbers and scales.
+    """A matrix of integers and scales.
 
     Attributes:
         whole: ``[out, in]`` float32, numbers from -8 to 7.
@@ -109,7 +109,7 @@ def round_in_turn(weight: torch.Tensor, hessian: torch.Tensor, grid: GridWeight)
 
 
 def fit_scales(weight: torch.Tensor, hessian: torch.Tensor, grid: GridWeight) -> GridWeight:
-    """The same whole numbers with the scales that make the outputs' error least."""
+    """The same integers with the scales that make the outputs' error least."""
     outputs, inputs = weight.shape
     size, groups = grid.group_size, grid.scales.shape[1]
     spare = groups * size - inputs

@@ -17,7 +17,7 @@ from .traffic import Sizes, Step, is_weight
 
 _SPARSE_BAND = 4
 _GATED = "npu_grouped_matmul_swiglu_quant_v2"
-# They read a matrix and are no products of matrices.
+# They read a matrix and are not products of matrices.
 _NO_PRODUCTS = frozenset({"npu_rotary_mul"})
 _WINDOW, _CHUNK, _SELECTED = 12, 13, 17  # arguments of pagoda::paged_attention
 

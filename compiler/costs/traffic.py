@@ -202,7 +202,7 @@ def _chunk_sizes(table: str, most: int, tokens: int) -> tuple[int, ...]:
 
 
 class Sizes:
-    """Numbers for the symbolic sizes of a graph in one step. What is no size of a step's input counts as its tokens.
+    """Numbers for the symbolic sizes of a graph in one step. Any other size counts as its tokens.
 
     Args:
         traced: the graph.

@@ -38,7 +38,7 @@ _ASIDE = frozenset(("loss_function", "warn_if_padding_and_no_attention_mask"))
 _GIVEN_TENSORS = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "torch_pagoda"}
 """Packages whose functions look at no attribute of a model; torch's modules do."""
 _CALLED_ALIKE = (torch.Tensor, dict, list, str)
-"""Kinds whose methods code calls; the framework's of such a name, ``to`` or ``update``, are no part of a forward."""
+"""Kinds whose methods code calls; the framework's of such a name, ``to`` or ``update``, are not part of a forward."""
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 

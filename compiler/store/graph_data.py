@@ -61,12 +61,12 @@ def from_data(rows: Any) -> fx.GraphModule:
     """The graph of ``to_data`` as a module.
 
     Raises:
-        ValueError: the data is no graph, or calls what is not allowed or what there is not.
+        ValueError: the data is not a graph, or calls what is not allowed or what there is not.
     """
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
     if not isinstance(rows, list) or not all(isinstance(row, tuple) and len(row) == 5 for row in rows):
-        raise ValueError("the graph is no list of nodes")
+        raise ValueError("the graph is not a list of nodes")
     for op, name, target, plain_args, plain_kwargs in rows:
         args, kwargs = _value(plain_args, nodes), _named(plain_kwargs, nodes)
         if not isinstance(args, tuple):
@@ -79,7 +79,7 @@ def from_data(rows: Any) -> fx.GraphModule:
         elif op == target == "output" and len(args) == 1 and not kwargs and len(nodes) == len(rows) - 1:
             node = graph.create_node(op, target, args, name=name)
         else:
-            raise ValueError(f"{name} is no node of a graph: {op!r:.60} of {target!r:.60}")
+            raise ValueError(f"{name} is not a node of a graph: {op!r:.60} of {target!r:.60}")
         if node.name != name:
             raise ValueError(f"a second node is called {name}")
         nodes[name] = node
@@ -109,13 +109,13 @@ def _value(item: Any, nodes: dict[str, fx.Node]) -> Any:
     if item is None or type(item) in (bool, int, float, str):
         return item
     if type(item) is not tuple or not item:
-        raise ValueError(f"{item!r:.60} is no argument")
+        raise ValueError(f"{item!r:.60} is not an argument")
     kind, *rest = item
     if kind in ("node", "torch", "device"):
         tables: dict[str, Mapping[str, Any]] = {"node": nodes, "torch": _OF_TORCH, "device": {"cpu": _CPU}}
         known = tables[kind]
         if len(rest) != 1 or not isinstance(rest[0], str) or rest[0] not in known:
-            raise ValueError(f"{item!r:.60} is no {kind} of a graph")
+            raise ValueError(f"{item!r:.60} is not a {kind} of a graph")
         return known[rest[0]]
     inner = [_value(x, nodes) for x in rest]
     if kind == "list":
@@ -124,18 +124,18 @@ def _value(item: Any, nodes: dict[str, fx.Node]) -> Any:
         return tuple(inner)
     if kind == "slice" and len(inner) == 3:
         return slice(*inner)
-    raise ValueError(f"{kind!r:.60} is no kind of argument")
+    raise ValueError(f"{kind!r:.60} is not a kind of argument")
 
 
 def _named(pairs: Any, nodes: dict[str, fx.Node]) -> dict[str, Any]:
     if type(pairs) is not tuple or not all(type(pair) is tuple and len(pair) == 2 for pair in pairs):
-        raise ValueError(f"{pairs!r:.60} are no arguments by name")
+        raise ValueError(f"{pairs!r:.60} are not arguments by name")
     return {key: _value(x, nodes) for key, x in pairs}
 
 
 def _check_name(name: Any) -> None:
     if type(name) is not str or not name.isascii() or not name.isidentifier() or keyword.iskeyword(name):
-        raise ValueError(f"{name!r:.60} is no name of a node")
+        raise ValueError(f"{name!r:.60} is not a name of a node")
 
 
 def _function_name(target: Any) -> str:
@@ -164,7 +164,7 @@ def _found(name: Any) -> Callable[..., Any]:
         ValueError: it is none that a stored graph may call.
     """
     if type(name) is not str:
-        raise ValueError(f"{name!r:.60} is no function")
+        raise ValueError(f"{name!r:.60} is not a function")
     if name in _FUNCTIONS:
         return _FUNCTIONS[name]
     parts = name.removeprefix("operator ").split(".")

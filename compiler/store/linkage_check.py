@@ -44,13 +44,13 @@ def check_linkage(linkage: Linkage, placeholders: Sequence[str], constants: Mapp
     given += [*caches, *constants, *linkage.merged]
     _require(sorted(given) == sorted(linkage.inputs), "an input receives nothing, or two things")
     inputs = set(linkage.inputs)
-    _require(linkage.read <= inputs, "it reads what is no input")
+    _require(linkage.read <= inputs, "it reads what is not an input")
     for name, sources in linkage.merged.items():
         _check_rows(name, [constants[source] for source in sources if source in constants], len(sources))
     weights = constants.keys() | linkage.merged.keys()
     for packed in linkage.packed:
         _require({packed.name, *packed.sources} <= weights, f"{packed.name} is packed, and no weight")
-    _require(constants.keys() >= set(linkage.folded), "constants were computed from what is no constant")
+    _require(constants.keys() >= set(linkage.folded), "constants were computed from what is not a constant")
     _require(0 < linkage.vocab_size <= _LARGEST, f"it has {linkage.vocab_size} columns of logits")
     positions = linkage.max_model_len
     _require(positions is None or positions > 0, f"it has {positions} positions")
@@ -79,7 +79,7 @@ def _check_cache(i: int, spec: CacheSpec | StateSpec, count: int) -> None:
 
 
 def _check_rows(name: str, tensors: Sequence[torch.Tensor], count: int) -> None:
-    _require(0 < count == len(tensors), f"{name} is merged of what is no tensor")
+    _require(0 < count == len(tensors), f"{name} is merged of what is not a tensor")
     alike = {(tensor.dtype, tensor.shape[1:], tensor.dim() > 0 and tensor.is_contiguous()) for tensor in tensors}
     _require(len(alike) == 1 and next(iter(alike))[2], f"{name} is merged of tensors that are not its rows")
 

@@ -98,7 +98,7 @@ def restore(data: Mapping[str, Any], named: Mapping[str, torch.Tensor], *, merge
 
     Raises:
         Outdated: the module's tensors are not those that the program was made for.
-        ValueError: the data is no program; nothing of it has been run.
+        ValueError: the data is not a program; nothing of it has been run.
     """
     stored = _read(data)
     linkage = stored.linkage
@@ -127,7 +127,7 @@ def tensors_read(data: Mapping[str, Any]) -> list[str]:
     """Names of the module's tensors that the program of ``describe`` reads.
 
     Raises:
-        ValueError: the data is no program.
+        ValueError: the data is not a program.
     """
     return [source if isinstance(source, str) else source[0] for source in _read(data).weights.values()]
 
@@ -169,7 +169,7 @@ def _view(weight: torch.Tensor, view: View) -> torch.Tensor:
         or math.prod(sizes) != weight.numel()
         or _reach(sizes, strides) > _reach(weight.shape, weight.stride())
     ):
-        raise ValueError(f"sizes {sizes} and strides {strides} are no view of a weight of {tuple(weight.shape)}")
+        raise ValueError(f"sizes {sizes} and strides {strides} are not a view of a weight of {tuple(weight.shape)}")
     return weight.detach().as_strided(sizes, strides, weight.storage_offset())
 
 

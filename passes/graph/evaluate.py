@@ -55,7 +55,7 @@ class Evaluation:
         traced: the graph.
         sizes: number for each symbol.
         given: values of nodes, taken instead of computing them.
-        substitute: number → whole number used in place of literals that equal it, everywhere in the evaluated part.
+        substitute: number → integer used in place of literals that equal it, everywhere in the evaluated part.
     """
 
     def __init__(

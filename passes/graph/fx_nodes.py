@@ -46,7 +46,7 @@ VMAP_BOUNDS = {"_vmap_increment_nesting": 1, "_vmap_decrement_nesting": -1}
 
 def callee(node: Any) -> str:
     """Name of what ``node`` calls, functions and methods alike ("softmax" for F.softmax and Tensor.softmax);
-    the node kind for placeholders and outputs; "" for what is no node."""
+    the node kind for placeholders and outputs; "" for what is not a node."""
     if not isinstance(node, fx.Node):
         return ""
     if node.op == "call_function":

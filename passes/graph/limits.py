@@ -97,7 +97,7 @@ def _possible_limits(numbers: Iterable[Any], may_fill: bool) -> Iterator[float]:
 
 
 def _of_size(node: fx.Node) -> list[float]:
-    """The whole numbers that a size is computed with."""
+    """The integers that a size is computed with."""
     size = value(node)
     if not isinstance(size, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return []

@@ -37,7 +37,7 @@ class QuantizedInputs:
     Attributes:
         source: the input that holds the weight, ``[out, in]``, or ``[in, out]`` where it is ``turned``; of experts
             ``[E, in, out]``.
-        numbers: input for the whole numbers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
+        numbers: input for the integers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
         scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
             of 4 bits beside inputs of 8 with groups in any case, be it one. Those of given inputs are multiplied in.
@@ -48,7 +48,7 @@ class QuantizedInputs:
         stored: a quantized checkpoint stores the weight so.
         sums: input for 8 times the sum of the weights of each output, float32 ``[out]``, of experts ``[E, out]``;
             "" for none.
-        whole_bias: input for what is added to the sums of whole numbers, int32 ``[out]``: ``bias`` in steps of the
+        whole_bias: input for what is added to the sums of integers, int32 ``[out]``: ``bias`` in steps of the
             scales, less the offset of the inputs times the sum of each output's numbers; "" for none.
         bias: the input that holds the layer's own, beside ``whole_bias``; "" for none.
     """

@@ -38,7 +38,7 @@ class PackedWeights:
         name = _parameter(weight).name
         if name not in self.traced.constants and name not in self.traced.notes.merged:
             return "the weight is computed, not a parameter"
-        return "" if len(shape(weight)) == 2 else "the weight is no matrix"
+        return "" if len(shape(weight)) == 2 else "the weight is not a matrix"
 
     def stored(self, linear: fx.Node) -> StoredWeight | None:
         """The weight of a linear, or one of those that are its rows, as the checkpoint stores it; None: as floats."""

@@ -65,7 +65,7 @@ def _is_choice(node: fx.Node) -> bool:
         return bool(node.args[1] == 1)
     if callee(node) in ("getattr",) and callee(node.args[0]) in ("topk", "sort", "max", "min"):
         return bool(node.args[1] == "indices")
-    # A router's comparison of its scores; a comparison of token ids (padding, separators) is no choice.
+    # A router's comparison of its scores; a comparison of token ids (padding, separators) is not a choice.
     v = value(node)
     compared = [value(n) for n in node.all_input_nodes]
     floats = all(t.is_floating_point() for t in compared if isinstance(t, torch.Tensor))

@@ -126,7 +126,7 @@ def _replace(traced: TracedGraph, softmax: fx.Node, out: fx.Node, way: list[fx.N
                 raise NoMatch(f"{node.name} is also read by {user.name}")
     values = product.args[1]
     if not isinstance(values, fx.Node):
-        raise NoMatch("the values are no tensor")
+        raise NoMatch("the values are not a tensor")
     query = find_layout(scores.query, may_repeat=False)
     key, val = find_layout(scores.key, transposed=True), find_layout(values)
     if query is None or key is None or val is None:
@@ -188,7 +188,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
     masked = 0
     for _ in range(24):
         if not isinstance(node, fx.Node):
-            raise NoMatch("the scores are no tensor")
+            raise NoMatch("the scores are not a tensor")
         name = callee(node)
         nodes.append(node)
         if name in _MATMULS:
@@ -223,7 +223,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
             node, number = _factor(traced, node)
             if callee(node) in ("tanh", "tanh_"):
                 if name not in ("mul", "imul", "mul_") or softcap or factor != 1.0:
-                    raise NoMatch("tanh that is no softcap")
+                    raise NoMatch("tanh that is not a softcap")
                 nodes.append(node)
                 softcap, node = number, node.args[0]
                 if not isinstance(node, fx.Node):
@@ -232,7 +232,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
                 divided, by = _factor(traced, node)
                 by = by if callee(node) in ("truediv", "div", "div_", "itruediv") else 1.0 / by
                 if abs(by - softcap) > 1e-6 * abs(softcap):
-                    raise NoMatch(f"tanh(s / {by}) * {softcap} is no softcap")
+                    raise NoMatch(f"tanh(s / {by}) * {softcap} is not a softcap")
                 node = divided
             else:
                 factor *= number if name in ("mul", "imul", "mul_") else 1.0 / number
@@ -254,7 +254,7 @@ def _read_scores(traced: TracedGraph, start: Any) -> _Scores:
             masks.append(_Mask(bias, None, factor * beta))
         factor *= alpha
     if not isinstance(query, fx.Node) or not isinstance(key, fx.Node):
-        raise NoMatch("q or k is no tensor")
+        raise NoMatch("q or k is not a tensor")
     return _Scores(query, key, factor, softcap, masks, sinks, nodes)
 
 

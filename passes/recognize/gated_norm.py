@@ -213,7 +213,7 @@ def _gate_kind(found: _Gated) -> str:
 
 
 def _output(found: _Gated, dtype: torch.dtype) -> fx.Node:
-    """The last node of the chain that has the gate's dtype and is no view."""
+    """The last node of the chain that has the gate's dtype and is not a view."""
     first = 0 if found.gate_first else found.chain.index(found.product)
     for node in reversed(found.chain[first:]):
         if callee(node) not in _VIEWS and value(node).dtype is dtype:

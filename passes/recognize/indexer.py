@@ -71,7 +71,7 @@ def find_indexer(traced: TracedGraph, choice: fx.Node) -> Indexer:
             scale = _scale(traced, scores, (query, key, weights), sizes)
             if scale is not None:
                 return Indexer(query, key, weights, *sizes, count, scale, topk_size)
-    raise NoMatch("the scores of the keys are no weighted sum of relu(q·k) over heads")
+    raise NoMatch("the scores of the keys are not a weighted sum of relu(q·k) over heads")
 
 
 def insert_per_token(traced: TracedGraph, node: fx.Node, *sizes: int) -> fx.Node:
@@ -106,7 +106,7 @@ def _unmasked(traced: TracedGraph, masked: Any) -> fx.Node:
         if callee(masked) in CAST_CALLS and isinstance(masked, fx.Node):
             masked = masked.args[0]
     if not isinstance(masked, fx.Node):
-        raise NoMatch("the scores of the keys are no tensor")
+        raise NoMatch("the scores of the keys are not a tensor")
     found = [n for n in masked.all_input_nodes if is_tensor(n) and value(n).is_floating_point()]
     for scores in found:
         if len(token_dims(traced, scores)) == 2 and _hides_later_keys(traced, scores, masked):

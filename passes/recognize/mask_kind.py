@@ -98,7 +98,7 @@ def _alibi(mask: torch.Tensor, seen: torch.Tensor, heads: int) -> torch.Tensor |
     largest = float(expected.abs().max())
     tolerance = 4 * float(torch.finfo(mask.dtype).eps) * max(1.0, largest) + 1e-6
     if bool(((relative - expected).abs() > tolerance)[seen].any()):
-        raise UnknownMask("a bias is added to the scores that is no ALiBi")
+        raise UnknownMask("a bias is added to the scores that is not an ALiBi")
     if slopes.numel() == 1:
         slopes = slopes.expand(heads)
     if slopes.numel() != heads:
@@ -118,7 +118,7 @@ def probe(traced: TracedGraph, node: fx.Node, heads: int) -> MaskKind:
         UnknownMask: it depends on the tokens, or fits no kind.
     """
     if not isinstance(value(node), torch.Tensor) or value(node).dtype == torch.int64:
-        raise UnknownMask("the mask is no bool or float tensor")
+        raise UnknownMask("the mask is not a bool or float tensor")
     limits = find_limits(traced, closure(node, Evaluation(traced, {}).reads))
     mask = _Mask(traced, node, heads, limits)
     large = [x for x in limits.large if mask.takes_others_for(x)]
@@ -227,7 +227,7 @@ class _Mask:
         if len(offsets) != 1 or (what == "chunk" and offsets != {0}):
             raise UnknownMask(f"the {what} does not follow the constant {literal:g}")
         if literal != int(literal):
-            raise UnknownMask(f"its {what} of {literal:g} is no whole number")
+            raise UnknownMask(f"its {what} of {literal:g} is not an integer")
         whole = int(literal)
         if what == "chunk":
             return replace(kind, chunk=whole, literal=whole)

@@ -138,7 +138,7 @@ def _per_token(flat: fx.Node) -> fx.Node:
     while callee(node) in _VIEWS and len(shape(node)) != 2:
         node = node.args[0]
     if len(shape(node)) != 2 or is_dynamic(shape(node)[1]):
-        raise NoMatch(f"{flat.name} is no view of one entry per token and chosen expert")
+        raise NoMatch(f"{flat.name} is not a view of one entry per token and chosen expert")
     return node
 
 
@@ -363,7 +363,7 @@ def _check_cost(block: _Block, rows: int) -> None:
 
 def _known_formula(formula: ExpertFormula | None) -> ExpertFormula:
     if formula is None:
-        raise NoMatch("what lies between the two products is no activation that the operator knows")
+        raise NoMatch("what lies between the two products is not an activation that the operator knows")
     return formula
 
 

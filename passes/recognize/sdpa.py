@@ -57,7 +57,7 @@ def _replace(traced: TracedGraph, node: fx.Node) -> str:
     if scale_value is None:
         return "the scale is computed from data"
     if mask is not None and not is_tensor(mask):
-        return "attn_mask is no tensor"
+        return "attn_mask is not a tensor"
     key_layout, value_layout = find_layout(key), find_layout(val)
     if key_layout is None or value_layout is None:
         return f"key rank {len(shape(key))} and value rank {len(shape(val))} are not both 4"

@@ -47,7 +47,7 @@ def find_sink_gate(traced: TracedGraph, scores: fx.Node, out: fx.Node) -> SinkGa
         out: ``[1, H, T, Dv]``.
 
     Raises:
-        NoMatch: the logarithm is taken, and what is done with it is no gate by sinks.
+        NoMatch: the logarithm is taken, and what is done with it is not a gate by sinks.
     """
     while callee(scores) in CAST_CALLS:
         scores = scores.args[0]  # type: ignore[assignment]
@@ -65,7 +65,7 @@ def find_sink_gate(traced: TracedGraph, scores: fx.Node, out: fx.Node) -> SinkGa
     if shape(sinks) != (heads,):
         raise NoMatch(f"{sinks.name} has shape {tuple(shape(sinks))}, not one sink for each of the {heads} heads")
     if not _is_gate(traced, logarithm, sinks, gate):
-        raise NoMatch(f"what {gate.name} makes of {logarithm.name} is no gate by sinks")
+        raise NoMatch(f"what {gate.name} makes of {logarithm.name} is not a gate by sinks")
     cast = logarithm.args[0]
     while isinstance(cast, fx.Node) and cast is not scores:
         nodes.add(cast)

@@ -56,7 +56,7 @@ def recognize_token_shift(traced: TracedGraph) -> PassRecord:
 
 
 def _joined(traced: TracedGraph, node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """The rows that are shifted, and what stands in front of them; None where this is no shift."""
+    """The rows that are shifted, and what stands in front of them; None where this is not a shift."""
     parts = argument(node, 0, "tensors")
     dim = argument(node, 1, "dim", node.kwargs.get("axis", 0))
     if dim not in (1, -2) or len(parts) != 2:

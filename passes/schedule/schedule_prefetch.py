@@ -255,7 +255,7 @@ def _weights(
     for name, given in weight_arguments(reader):
         weight = whole_input(given)
         if weight is None or weight.name not in constants:
-            record.reject(reader, f"{name} of {reader.name} is no weight of the model as it lies")
+            record.reject(reader, f"{name} of {reader.name} is not a weight of the model as it lies")
         else:
             yield name, weight
 

@@ -77,7 +77,7 @@ def schedule_super_kernels(
         view = None
     for run in runs:
         if len(run) == 1:
-            record.reject(run[0], f"{run[0].name} by itself is no super kernel")
+            record.reject(run[0], f"{run[0].name} by itself is not a super kernel")
     found = [SuperKernel(run[0].name, tuple(run)) for run in runs if len(run) > 1]
     clear_custom_notes(traced.graph, SUPER_KERNEL)
     for kernel in found:

@@ -110,7 +110,7 @@ class MoeArguments(NamedTuple, Generic[Value]):
         limit: if positive, the gate is cut above it and the up part on both sides, before the activation; not read
             if ``layout`` is "plain".
         layout: "halves": the first ``I`` rows of ``up`` make the gate; "interleaved": the even ones; "plain": there
-            is no gate.
+            is not a gate.
         transposed: how ``up`` and ``down`` are stored.
         weight_input: the weight multiplies the expert's input, not its output.
         batch_invariant: a token's result does not change by a bit with the other tokens; on a CPU with kernels only.

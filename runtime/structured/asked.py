@@ -149,7 +149,7 @@ def _schema(name: str, value: object) -> Any:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _json_object(name: str, value: object) -> Any:

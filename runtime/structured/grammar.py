@@ -72,7 +72,7 @@ def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
             found = _compile(asked, vocabulary)
         except (ValueError, KeyboardInterrupt, SystemExit, GeneratorExit):
             raise
-        except BaseException as error:  # a panic of llguidance is no Exception
+        except BaseException as error:  # a panic of llguidance is not an Exception
             name = type(error).__name__
             raise ValueError(f"structured_outputs.{asked.kind} cannot be compiled ({name}); simplify it") from error
         vocabulary.kept.put(digest, found, len(source))

@@ -26,7 +26,7 @@ _LARGEST_WHOLE = 2**53
 """llguidance keeps numbers as floats."""
 
 MAX_MULTIPLE = 100_000
-"""Of all ``multipleOf`` of a schema together: their least common multiple, as whole numbers. It is the number of
+"""Of all ``multipleOf`` of a schema together: their least common multiple, as integers. It is the number of
 states that a digit can lead to; 1,000,003 takes seven seconds and 300 MB."""
 
 
@@ -124,7 +124,7 @@ def unsound_parts(schema: Any) -> list[str]:
             continue
         entries = (keyword, *value) if isinstance(value, dict | list) else (keyword, value)
         if any(isinstance(entry, int) and abs(entry) > _LARGEST_WHOLE for entry in entries):
-            found[f"{keyword!r} holds a whole number beyond 2**53, which is rounded"] = None
+            found[f"{keyword!r} holds an integer beyond 2**53, which is rounded"] = None
         if any(isinstance(entry, str) and _NEEDS_ESCAPE.search(entry) for entry in entries):
             found[f"{keyword!r} holds a control character that JSON writes as a number"] = None
     return list(found)

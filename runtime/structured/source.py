@@ -123,7 +123,7 @@ def _lark(name: str, text: str) -> str:
 
 
 def _embedded_schemas(text: str) -> list[Any]:
-    """The schemas that stand in a Lark grammar; what is no JSON is left to llguidance."""
+    """The schemas that stand in a Lark grammar; what is not JSON is left to llguidance."""
     schemas: list[Any] = []
     for match in _EMBEDDED_SCHEMA.finditer(text):
         try:

@@ -63,7 +63,7 @@ class _Tokens:
 
     Args:
         tokens: bytes of each, or its name where it is special.
-        special: ids of those that are no part of any text.
+        special: ids of those that are not part of any text.
         eos: ids of those that end a text.
     """
 
@@ -189,7 +189,7 @@ class Vocabulary:
 
 
 def _special(tokenizer: Any, eos: Iterable[int]) -> set[int]:
-    """Tokens that are no part of any text: special ones, added ones such as ``<think>`` or ``</b>``, and ends."""
+    """Tokens that are not part of any text: special ones, added ones such as ``<think>`` or ``</b>``, and ends."""
     added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
     marks = {i for i, token in added.items() if token.special or token.content[:1] + token.content[-1:] == "<>"}
     return marks | set(eos)

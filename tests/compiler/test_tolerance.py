@@ -1,4 +1,4 @@
-"""The numeric error that all comparisons share: in standard deviations of a row, infinite for what is no number."""
+"""The numeric error that all comparisons share: in standard deviations of a row, infinite for NaN."""
 
 from __future__ import annotations
 

@@ -99,10 +99,10 @@ def test_links_are_not_followed(tmp_path):
 def test_pipes_and_folders_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(NotPrivate, match="is no ordinary file"):
+        with pytest.raises(NotPrivate, match="is not an ordinary file"):
             open_private_file(path)
     (tmp_path / "file").touch()
-    with pytest.raises(NotPrivate, match="is no folder"):
+    with pytest.raises(NotPrivate, match="is not a folder"):
         check_private_folder(tmp_path / "file")
 
 

@@ -41,7 +41,7 @@ class Gguf:
     """What a file is written of.
 
     Attributes:
-        metadata: whole numbers are written as uint32, floats as float32, lists as arrays.
+        metadata: integers are written as uint32, floats as float32, lists as arrays.
         tensors: in their order.
         version: of the format.
         alignment: of the tensors.

@@ -16,7 +16,7 @@ from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 
 def int8_weight(weight: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers ``[out, in]`` and scales ``[out, 1]``, float64: ``max|w| / 127`` of a row, rounded to a dtype."""
+    """Integers ``[out, in]`` and scales ``[out, 1]``, float64: ``max|w| / 127`` of a row, rounded to a dtype."""
     wide = weight.detach().float()
     largest = wide.abs().amax(-1, keepdim=True)
     scale = (largest / 127).to(scale_dtype).float()
@@ -25,7 +25,7 @@ def int8_weight(weight: torch.Tensor, scale_dtype: torch.dtype = torch.float32) 
 
 
 def int8_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers ``[..., in]`` and scales ``[..., 1]``, float64, by float32's arithmetic."""
+    """Integers ``[..., in]`` and scales ``[..., 1]``, float64, by float32's arithmetic."""
     wide = rows.float()
     scale = wide.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, wide / scale, 0.0).round().double(), scale.double()

@@ -20,7 +20,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Numbers:
-    """A matrix in whole numbers: ``(codes - zeros) * scales`` of each group.
+    """A matrix in integers: ``(codes - zeros) * scales`` of each group.
 
     Attributes:
         codes: int64 ``[out, in]``, unsigned.

@@ -343,7 +343,7 @@ def tiny_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
         ValueError: ``model_type`` is not a causal LM of the installed transformers.
     """
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise ValueError(f"model_type={model_type!r} is no causal LM of transformers; see causal_lm_types()")
+        raise ValueError(f"model_type={model_type!r} is not a causal LM of transformers; see causal_lm_types()")
     return _shrunk(CONFIG_MAPPING[model_type](**STARTING_POINTS.get(model_type, {})), **overrides)
 
 

@@ -283,7 +283,7 @@ WRONG: dict[str, tuple[Callable[[Gguf], object], str]] = {
     "odd heads": (change("llama.attention.head_count_kv", 3), "not a multiple of its 3"),
     "heads by layer": (change("llama.attention.head_count", [4, 2]), "differs between layers"),
     "another vocabulary": (change("llama.vocab_size", 255), "states 255 tokens"),
-    "an end that is no token": (change("tokenizer.ggml.eos_token_id", 256), "is 256, not an id below 256"),
+    "an end that is not a token": (change("tokenizer.ggml.eos_token_id", 256), "is 256, not an id below 256"),
     "no epsilon": (drop("llama.attention.layer_norm_rms_epsilon"), "is missing"),
     "an epsilon of 0": (
         change("llama.attention.layer_norm_rms_epsilon", 0.0),

@@ -144,7 +144,7 @@ def test_nothing_is_shown_before_the_first_phase() -> None:
 
 @pytest.fixture
 def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """What is logged to a stderr that is no terminal, with the levels that commands set."""
+    """What is logged to a stderr that is not a terminal, with the levels that commands set."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colors, and makes no terminal of a pipe
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)

@@ -159,7 +159,7 @@ def test_what_is_left_over_beside_a_loaded_weight(
 
 
 def test_integers_in_place_of_another_parameter(copy: Path, one_line: Callable[[BaseException], str]) -> None:
-    """A bias of whole numbers is no weight by its name, and no table that the model keeps."""
+    """A bias of integers is not a weight by its name, and no table that the model keeps."""
     change_config(copy, attention_bias=True)
 
     def change(tensors: Tensors) -> None:

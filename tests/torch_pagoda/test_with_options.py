@@ -103,8 +103,8 @@ def test_the_commands_own_class_comes_first(called: Any) -> None:
     ("arguments", "words"),
     [
         (["--fast", "--no-fast"], "--fast and --no-fast contradict each other"),
-        (["--table", "[1]"], "--table is no JSON object"),
-        (["--table", "{"], "--table is no JSON"),
+        (["--table", "[1]"], "--table is not a JSON object"),
+        (["--table", "{"], "--table is not JSON"),
         (["--count", "many"], "--count"),
         (["--not-offered", "1"], "--not-offered"),
         (["--plain", "1"], "--plain"),

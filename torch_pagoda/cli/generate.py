@@ -194,7 +194,7 @@ def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
 
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[EngineProgress], None] | None]:
-    """A callback for ``LLM.generate`` that draws a bar on stderr; None where stderr is no terminal."""
+    """A callback for ``LLM.generate`` that draws a bar on stderr; None where stderr is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

@@ -42,7 +42,7 @@ class PhaseLine(Stopwatch):
 def show_phases(model: str = "") -> Iterator[None]:
     """Show the phases of what is compiled inside on stderr, and clear them at the end.
 
-    Nothing is shown before the first phase begins. Where stderr is no terminal, a line is logged at INFO as each
+    Nothing is shown before the first phase begins. Where stderr is not a terminal, a line is logged at INFO as each
     begins, whatever is logged otherwise.
 
     Args:

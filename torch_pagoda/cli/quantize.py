@@ -49,7 +49,7 @@ def quantize(
     """Calibrate a model for 4 bits on sample text, and write it as an ordinary checkpoint.
 
     Its numbers lie on a 4-bit grid already: --quantization int4 (or int4-weight-only) reads the group size from its
-    config.json and finds the very same whole numbers again, and transformers loads it as any other. The head is not
+    config.json and finds the very same integers again, and transformers loads it as any other. The head is not
     rounded here; int4 keeps 8 bits of it.
 
     With --format compressed-tensors it is written as a quantized checkpoint instead (pack-quantized, W4A16), which

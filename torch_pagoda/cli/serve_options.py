@@ -31,7 +31,7 @@ def read_text(option: str, file: Path) -> str:
     """A file's text.
 
     Raises:
-        ValueError: it is no UTF-8 text, too large, or not there.
+        ValueError: it is not UTF-8 text, too large, or not there.
     """
     try:
         raw = file.read_bytes()
@@ -48,7 +48,7 @@ def read_config(context: Any, file: Path | None) -> Path | None:
     """Callback of ``--config``: what a file says is the default of the other options.
 
     Raises:
-        ValueError: the file is no JSON or YAML object, or names options that there are not.
+        ValueError: the file is not JSON or YAML object, or names options that there are not.
     """
     if file is None:
         return None
@@ -58,7 +58,7 @@ def read_config(context: Any, file: Path | None) -> Path | None:
         names = {parameter.name for parameter in context.command.params} - {"config", "model", "help"}
         renamed = {str(name).replace("-", "_"): value for name, value in values.items()}
         if unknown := sorted(set(renamed) - names):
-            raise ValueError(f"--config {file} has {', '.join(unknown)}, which are no options; see --help")
+            raise ValueError(f"--config {file} has {', '.join(unknown)}, which are not options; see --help")
     except ValueError as error:
         raise typer.BadParameter(" ".join(str(error).split())) from error
     context.default_map = {**(context.default_map or {}), **renamed}
@@ -71,9 +71,9 @@ def _yaml_object(text: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--config is no YAML: {error}") from error
+        raise ValueError(f"--config is not a YAML: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError("--config is no YAML mapping; write 'option: value' lines")
+        raise ValueError("--config is not a YAML mapping; write 'option: value' lines")
     return value
 
 

@@ -75,9 +75,9 @@ def json_object(flag: str, text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{flag} is no JSON: {error}") from error
+        raise ValueError(f"{flag} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} is no JSON object; write {{...}}")
+        raise ValueError(f"{flag} is not a JSON object; write {{...}}")
     return value
 
 
@@ -121,7 +121,7 @@ def _value(field: Field[Any], given: dict[str, Any]) -> Any:
     """The value of an option from what typer read.
 
     Raises:
-        ValueError: a flag and its opposite, or text that is no JSON object.
+        ValueError: a flag and its opposite, or text that is not a JSON object.
     """
     value = given[field.name]
     if _has_opposite(field):

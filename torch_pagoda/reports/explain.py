@@ -89,7 +89,7 @@ def explain(
             the model.
 
     Raises:
-        TypeError: the model is no module, or the example no inputs.
+        TypeError: the model is not a module, or the example no inputs.
         ValueError: the model is in train(), is on a device other than a CPU or an NPU, does not run on the example,
             or an option is wrong.
     """

@@ -39,7 +39,7 @@ class PassSummary:
 
     Attributes:
         name: as in the pipeline list.
-        level: lowest ``opt_level`` that runs it; -1 for what is no entry of the list.
+        level: lowest ``opt_level`` that runs it; -1 for what is not an entry of the list.
         matches: places that it rewrote.
         expected: how many there are by provenance; None for passes that rewrite what others recognized.
         expected_per_layer: the same, the maximum over decoder layers.

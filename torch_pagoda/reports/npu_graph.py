@@ -114,7 +114,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
 
     kind = type(model)
     if not isinstance(model, PreTrainedModel) or kind.__module__.split(".")[0] != "transformers":
-        return GeReport(f"{kind.__name__} is no class of transformers and cannot be built in another process")
+        return GeReport(f"{kind.__name__} is not a class of transformers and cannot be built in another process")
     if options.patterns:
         return GeReport("patterns are functions and cannot be sent to another process")
     if not is_offline():

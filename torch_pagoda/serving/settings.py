@@ -131,7 +131,7 @@ class Settings:
             raise ValueError(f"api_keys have the names {shown(names)}; give each key a name of its own")
         for key in self.api_keys:
             if not key.key.isascii() or not key.key.isprintable() or not key.key.strip() or " " in key.key:
-                raise ValueError(f"api_keys: {shown(key.name)} is no key; use printable ASCII without spaces")
+                raise ValueError(f"api_keys: {shown(key.name)} is not a key; use printable ASCII without spaces")
 
     @property
     def model_name(self) -> str:

@@ -2,7 +2,7 @@
 
 Decoding a token takes hundreds of kernel calls. Python between them costs as much as the kernels of a small model. A
 recorded step holds the tensors that its calls read and write: what a step brings is copied into its inputs, a loop
-in C makes the calls, and the few nodes that are no kernels of ours (the embedding, the angles of rotations) are
+in C makes the calls, and the few nodes that are not kernels of ours (the embedding, the angles of rotations) are
 evaluated as before, into the same memory.
 """
 

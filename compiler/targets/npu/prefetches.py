@@ -61,7 +61,7 @@ def placed_fetches(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[PlacedF
             if name not in given:
                 continue  # AOTAutograd made several nodes of the reader, and this is another one
             if weight is None:
-                raise NotPlaced(f"{name} of {node.name} is no input of the graph as it lies")
+                raise NotPlaced(f"{name} of {node.name} is not an input of the graph as it lies")
             if number not in starts:
                 raise NotPlaced(f"the launch behind which {weight.name} is fetched is not in the graph")
             if number in found:

@@ -1,4 +1,4 @@
-"""What linking makes of weights that products of Ascend read in 8 or 4 bits: whole numbers, scales and offsets."""
+"""What linking makes of weights that products of Ascend read in 8 or 4 bits: integers, scales and offsets."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _whole_bias(
     limits = torch.iinfo(torch.int32)
     if not bool(((whole >= limits.min) & (whole <= limits.max)).all()):
         raise UnsupportedModel(
-            f"the bias {inputs.bias!r} beside the weight {inputs.source!r} is no int32 in steps of its scales; "
+            f"the bias {inputs.bias!r} beside the weight {inputs.source!r} is not an int32 in steps of its scales; "
             "give input_bits=16"
         )
     return whole.to(torch.int32)
@@ -136,7 +136,7 @@ def _stored_numbers(weight: StoredWeight, bits: int) -> tuple[torch.Tensor, torc
 def _rounded(
     matrix: torch.Tensor, quantization: Quantization, scale_dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole numbers ``[out, in]`` and scales ``[out, groups]`` as they are kept, which the numbers are right for."""
+    """Integers ``[out, in]`` and scales ``[out, groups]`` as they are kept, which the numbers are right for."""
     numbers, scales = round_weight(matrix, quantization)
     if scale_dtype in (torch.float32, torch.int64):
         return numbers, scales
@@ -183,7 +183,7 @@ def check_inputs(
         scales = scales[0] if inputs.sums and not scheme.group_size else scales
     if inputs.whole_bias and not torch.equal(made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)):
         raise UnsupportedModel(
-            f"the bias in whole numbers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
+            f"the bias in integers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
             "serves it regardless"
         )
     if scheme.input_scale is not None:

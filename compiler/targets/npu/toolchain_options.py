@@ -130,7 +130,7 @@ def check_options(options: Mapping[str, Any], codegen: str, product: Product) ->
         if name in _OURS[codegen]:
             raise ValueError(f"npu_options[{name!r}] is not for users to set: {_OURS[codegen][name]}; leave it out")
         if name not in known:
-            raise ValueError(f"npu_options[{name!r}] is no option of codegen={codegen!r}; {_remedy(name, known)}")
+            raise ValueError(f"npu_options[{name!r}] is not an option of codegen={codegen!r}; {_remedy(name, known)}")
         allowed = known[name]
         if allowed is not None and not any(
             value is each or (value == each and value not in _BOOL) for each in allowed
@@ -165,12 +165,12 @@ def _check_super_kernels(options: Mapping[str, Any], product: Product) -> None:
         if not options.get("super_kernel_optimize"):
             raise ValueError(f"npu_options[{name!r}] is for super kernels; give 'super_kernel_optimize': True too")
         if not isinstance(given, Mapping):
-            raise ValueError(f"npu_options[{name!r}]={given!r} is no dictionary")
+            raise ValueError(f"npu_options[{name!r}]={given!r} is not a dictionary")
         for key, value in given.items():
             if key not in known:
                 raise ValueError(f"npu_options[{name!r}] has no {key!r}; {_remedy(str(key), dict.fromkeys(known))}")
             if not isinstance(value, known[key]):
-                raise ValueError(f"npu_options[{name!r}][{key!r}]={value!r} is no {known[key].__name__}")
+                raise ValueError(f"npu_options[{name!r}][{key!r}]={value!r} is not a {known[key].__name__}")
 
 
 def is_loaded() -> bool:

@@ -178,10 +178,10 @@ def _why_not_nz(node: fx.Node, tensor: torch.Tensor) -> str:
     if tiles is None:
         return f"it is {tensor.dtype}, not float16, bfloat16 or int8"
     if any(size % tile for size, tile in zip(tensor.shape[-2:], tiles, strict=True)):
-        return f"its sizes {tuple(tensor.shape)} are no multiples of {tiles[0] if len({*tiles}) == 1 else tiles}"
+        return f"its sizes {tuple(tensor.shape)} are not multiples of {tiles[0] if len({*tiles}) == 1 else tiles}"
     for user in node.users:
         if not _takes_whole(user, node):
-            return f"{user.name} reads it too, and is no matrix product of the whole"
+            return f"{user.name} reads it too, and is not a matrix product of the whole"
     return ""
 
 

@@ -16,7 +16,7 @@ def mask_of_selected(selected: torch.Tensor, num_keys: int) -> torch.Tensor:
         num_keys: how many keys there are.
 
     Raises:
-        ValueError: an entry is no position of a key.
+        ValueError: an entry is not a position of a key.
     """
     chosen = selected[0].long()
     if bool(((chosen >= num_keys) | (chosen < NO_KEY)).any()):

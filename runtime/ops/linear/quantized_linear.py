@@ -42,7 +42,7 @@ def quantized_linear_reference(
     input_offset: int = 0,
     whole_rows: bool = False,
 ) -> torch.Tensor:
-    """``input @ weight.T + bias`` with weight and input rounded to whole numbers with scales.
+    """``input @ weight.T + bias`` with weight and input rounded to integers with scales.
 
     Products within a group are summed exactly, groups in float32, and the sum is rounded once.
 

@@ -1,4 +1,4 @@
-"""Matrices of whole numbers or floats of 8 or 4 bits, with a scale per output and group of inputs, as the
+"""Matrices of integers or floats of 8 or 4 bits, with a scale per output and group of inputs, as the
 CPU's kernel reads them.
 
 The layout (csrc/panels.h): panels of 64 outputs; a panel is its groups; a group is its head, 64 float32 scales and,
@@ -62,7 +62,7 @@ class Quantization:
         input_bits: that the input is rounded to, with a scale for each group, or step where groups share these, of
             each row. Rounded to 16, numbers keep what bf16 tells apart of those that matter in a sum.
         zeros: each group of each output has a zero of its own; else it is ``2^(bits - 1)``.
-        code: ``"int"``; ``"affine"`` for whole numbers in groups that share a step and have offsets, floats that are
+        code: ``"int"``; ``"affine"`` for integers in groups that share a step and have offsets, floats that are
             taken away behind the scale; ``"e2m1"`` for floats of 4 bits in groups that share a step; ``"e4m3"`` for
             floats of 8 bits, whose inputs are not rounded: ``input_bits`` is 0.
         input_scale: of inputs of 8 bits whose rounding is given; None: it follows from them.
@@ -116,7 +116,7 @@ class Quantization:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The fields as whole numbers, for operators that take several schemes."""
+        """The fields as integers, for operators that take several schemes."""
         code = CODES.index(self.code)
         return self.bits, self.group_size, self.input_bits, int(self.zeros), code, int(self.whole_rows)
 
@@ -194,7 +194,7 @@ def unpackable(form: WeightFormat) -> str:
 def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: InputScale | None = None) -> Quantization:
     """The scheme by which the kernel reads weights that are stored so. Their layout depends on ``form`` alone.
 
-    Twice the floats of e2m1 are whole numbers from -12 to 12, which take a byte each in groups of whole steps.
+    Twice the floats of e2m1 are integers from -12 to 12, which take a byte each in groups of whole steps.
 
     Args:
         form: of the weights.
@@ -243,7 +243,7 @@ def packed_bytes(outputs: int, inputs: int, scheme: Quantization) -> int:
 
 
 def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole numbers ``[out, in]`` int8 and the scales ``[out, groups]`` float32 of a matrix.
+    """The integers ``[out, in]`` int8 and the scales ``[out, groups]`` float32 of a matrix.
 
     What :func:`quantize_weight` stores, up to the rounding of ties.
     """
@@ -267,7 +267,7 @@ def round_weight(weight: torch.Tensor, scheme: Quantization) -> tuple[torch.Tens
 def search_scales(
     numbers: torch.Tensor, far: torch.Tensor, importance: torch.Tensor | float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scales of 4-bit groups with the least squared error, and the whole numbers from -8 to 7 with them.
+    """The scales of 4-bit groups with the least squared error, and the integers from -8 to 7 with them.
 
     Args:
         numbers: ``[..., size]`` float32, a group's.
@@ -337,7 +337,7 @@ def unpack_weight(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers ``[out, in]`` and the scales ``[out, groups]`` float32 of a matrix laid out for the kernel.
 
-    Whole numbers are int8, int16 where groups have zeros of their own, which are taken away; of e2m1 these are twice
+    Integers are int8, int16 where groups have zeros of their own, which are taken away; of e2m1 these are twice
     the floats. Of e4m3 they are the floats, and of affine codes the weights themselves.
     """
     panels, steps, groups = -(-outputs // PANEL), -(-inputs // PANEL), _num_groups(inputs, scheme)

@@ -204,7 +204,7 @@ def check_parts(
     zeros: torch.Tensor | None,
     order: torch.Tensor | None,
 ) -> None:
-    """Refuse parts that are no weight of a format.
+    """Refuse parts that are not a weight of a format.
 
     Raises:
         ValueError: it names the part, what it is and what it should be.

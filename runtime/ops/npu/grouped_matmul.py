@@ -16,7 +16,7 @@ from .numerics import DTYPES_BY_CODE, widened
 from .registration import Operator
 
 _WHOLE = (torch.int8, torch.int32)
-"""Dtypes of matrices of whole numbers; int32 holds eight of 4 bits (see ``int4``)."""
+"""Dtypes of matrices of integers; int32 holds eight of 4 bits (see ``int4``)."""
 
 
 def npu_grouped_matmul(
@@ -36,7 +36,7 @@ def npu_grouped_matmul(
 
     Args:
         x: one tensor ``[M, K]``; fp16, bf16, fp32 or int8.
-        weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``, or whole numbers (see ``scale``
+        weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``, or integers (see ``scale``
             and ``antiquant_scale``); transposed views of floats and int8 are fine.
         bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``. Beside int8 by int8 it is
             int32, added to the sums, which are exact. Beside int8 by 4 bits it is fp32, must be given, and stands for
@@ -143,7 +143,7 @@ def _only_input(
     if of_int8 != (None, None) and rows.dtype is not torch.int8:
         raise NotImplementedError(f"x has dtype {rows.dtype}; scale and per_token_scale are for int8")
     if of_floats != (None, None) and (rows.dtype is torch.int8 or not whole):
-        raise NotImplementedError("antiquant_scale and antiquant_offset are for floats by whole numbers")
+        raise NotImplementedError("antiquant_scale and antiquant_offset are for floats by integers")
     takes = (*_WHOLE, rows.dtype) if rows.is_floating_point() else _WHOLE if rows.dtype is torch.int8 else ()
     if any(w.dtype not in takes for w in weight):
         raise NotImplementedError(

@@ -13,7 +13,7 @@ _SHIFTS = torch.arange(0, 32, 4, dtype=torch.int32)
 
 
 def pack_int4(numbers: torch.Tensor) -> torch.Tensor:
-    """What npu_convert_weight_to_int4pack makes of whole numbers.
+    """What npu_convert_weight_to_int4pack makes of integers.
 
     Args:
         numbers: ``[..., N]`` integers from -8 to 7.

@@ -211,7 +211,7 @@ DECIDE = {
     "moshi": "MoshiLinear.forward: self.linear(x, layer_idx)",  # of a codebook, in the decoder of audio
     "reformer": "ReformerAttention.forward: len(past_buckets_states.states_cache) <= self.layer_id",  # refused
     "rwkv": "RwkvBlock.forward: self.layer_id == 0",  # refused
-    "zamba2": "Zamba2MLP.forward: self.gate_up_proj_adapter_list[layer_idx]",  # of layers that are no copies
+    "zamba2": "Zamba2MLP.forward: self.gate_up_proj_adapter_list[layer_idx]",  # of layers that are not copies
 }
 """Architecture → a use that is more, and why the copies of its layers are right."""
 

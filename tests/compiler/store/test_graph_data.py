@@ -127,7 +127,7 @@ def test_other_functions_are_refused(name):
         ("call_function", "y", name, ("tuple", ("node", "x")), ()),
         ("output", "output", "output", ("tuple", ("node", "y")), ()),
     ]
-    with pytest.raises(ValueError, match=r"may not call|there is no|is no function"):
+    with pytest.raises(ValueError, match=r"may not call|there is no|is not a function"):
         from_data(rows)
 
 
@@ -153,7 +153,7 @@ CODE = "__import__('builtins').print('ran')"
 
 
 def hostile():
-    """Rows that are no graph; fx writes names, inputs and arguments by name into source code as they are."""
+    """Rows that are not a graph; fx writes names, inputs and arguments by name into source code as they are."""
     yield "code in the name of an input", [(*X[:2], f"x={CODE}", *X[3:]), OUT]
     yield "code in a name", [X, (Y[0], CODE, *Y[2:]), OUT]
     yield "code in the name of an argument", [X, (*Y[:4], ((f"x={CODE}, y", 1),)), OUT]

@@ -46,8 +46,8 @@ def test_a_number_is_wrong_beyond_the_limit_of_its_dtype(dtype: torch.dtype) -> 
     ("spoil", "words"),
     [
         (lambda x: x[[1, 0, 2, 3]], "50 % of the entries beyond"),
-        (lambda x: x.index_fill(0, torch.tensor([3]), math.nan), "is no number at [3, 0] (nan"),
-        (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), "is no number at [3, 0] (inf"),
+        (lambda x: x.index_fill(0, torch.tensor([3]), math.nan), "is not a number at [3, 0] (nan"),
+        (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), "is not a number at [3, 0] (inf"),
         (lambda x: x.float(), "it is float32[4, 64] where bfloat16[4, 64] is right"),
         (lambda x: x[:2], "it is bfloat16[2, 64] where bfloat16[4, 64] is right"),
         (lambda x: torch.zeros_like(x), "beyond the limit"),
@@ -194,7 +194,7 @@ def elsewhere(results: Any, args: Any) -> Any:
             for name in ("npu_swiglu", "npu_linear", "npu_rms_norm")
             for spoil in (off, swapped)
         ),
-        ("npu_linear", nan, "result is no number at [4, 31]"),
+        ("npu_linear", nan, "result is not a number at [4, 31]"),
         ("npu_scatter_nd_update_", elsewhere, "differs by"),
         ("aten.topk", swapped, "result 0"),
     ],

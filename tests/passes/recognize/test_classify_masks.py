@@ -118,7 +118,7 @@ MASKS = {
         lambda m, q, pos: (1.0 - causal_mask(pos, window=4096).float()) * -65504.0,
         (4096, 0),
     ),
-    "whole numbers that are limits of nothing": (
+    "integers that are limits of nothing": (
         lambda m, q, pos: causal_mask(pos, window=4096) & (pos[:, None, None, :] >= -300),
         (4096, 0),
     ),
@@ -184,7 +184,7 @@ LIMITS = {
     "window and window": (lambda m, q, pos: causal_mask(pos, 256) & (back(pos) < 600), "256 and of 600"),
     "window and chunk": (lambda m, q, pos: causal_mask(pos, 256, 600), "256 and of 600"),
     "short window and long chunk": (lambda m, q, pos: causal_mask(pos, 8, 600), "neither causal"),
-    "window of no whole number": (lambda m, q, pos: causal_mask(pos) & (back(pos).float() < 255.5), "255.5"),
+    "window of not an integer": (lambda m, q, pos: causal_mask(pos) & (back(pos).float() < 255.5), "255.5"),
     "a tensor's windows for each head": (
         lambda m, q, pos: causal_mask(pos) & (back(pos) < m.windows[:, None, None]),
         "differs between heads",

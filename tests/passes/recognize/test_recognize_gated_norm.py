@@ -329,7 +329,7 @@ SCALED_BEHIND = {
 
 @pytest.mark.parametrize("kind", SCALED_BEHIND)
 def test_a_scale_behind_the_result_stays(kind):
-    """The result is what has the gate's dtype: float32 behind it is no part of the operator."""
+    """The result is what has the gate's dtype: float32 behind it is not part of the operator."""
     module, inputs = Spelled(SCALED_BEHIND[kind], HALF), drawn(HALF, 2, 5, DIM)
     graph = prepared(module, *inputs)
     record = recognize_gated_norm(graph)

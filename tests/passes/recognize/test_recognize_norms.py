@@ -156,7 +156,7 @@ PARTIAL = {
 }
 
 
-# Taken in half precision the others are no norms.
+# Taken in half precision the others are not norms.
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [*((kind, torch.float32) for kind in PARTIAL), ("an output in float32", torch.bfloat16)],

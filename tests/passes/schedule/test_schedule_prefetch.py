@@ -209,7 +209,7 @@ def test_a_weight_is_fetched_once():
 def test_a_part_of_a_weight_and_what_is_no_weight_are_not_fetched():
     traced, costs = _graph(1, view=True)
     record, found = schedule_prefetch(traced, costs, CACHE)
-    assert not found and "is no weight of the model as it lies" in record.rejections[0].reason
+    assert not found and "is not a weight of the model as it lies" in record.rejections[0].reason
     assert "no weight is waited for then" in record.rejections[-1].reason
     traced, costs = _graph(1)
     traced.constants = {}

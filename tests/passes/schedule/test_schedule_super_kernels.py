@@ -117,7 +117,7 @@ def test_a_run_of_one_is_none():
     assert _names(kernel.launches) == ["rms_norm", "swiglu"] and kernel.name == kernel.launches[0].name
     assert [each.reason for each in record.rejections] == [
         f"neg_default is in no super kernel: {UNKNOWN}",
-        "npu_swiglu_default by itself is no super kernel",
+        "npu_swiglu_default by itself is not a super kernel",
     ]
     kept = [node.meta["custom"] for node in graph.nodes if node.op == "call_function"]
     assert [each.get(SUPER_KERNEL) for each in kept] == [None, None, kernel.name, kernel.name, None]

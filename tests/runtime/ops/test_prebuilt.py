@@ -132,7 +132,7 @@ def lose_digest(library):
 
 
 def garble(library):
-    """Its digest fits, and it is no library."""
+    """Its digest fits, and it is not a library."""
     library.write_bytes(b"no library")
     note_digest(library, "nobody")
 

@@ -81,7 +81,7 @@ def test_every_code_is_its_number(size: int) -> None:
     form = WeightFormat.parse(f"e2m1/g{size}/f32")
     weight = StoredWeight(form, pairs, torch.ones(64, 128 // size), dtype=torch.float32)
     stored, given = pack_stored(weight), (64, *scheme_of(form).arguments())
-    scale = 32512 / 32768  # that ones are whole numbers of
+    scale = 32512 / 32768  # that ones are integers of
     for rows in (torch.eye(128), torch.eye(128)[:2], -torch.eye(128)[77:78]):
         found = quantized_linear_cpu(rows * scale, stored, None, *given)
         torch.testing.assert_close(found, rows @ weight.dense().T * scale, rtol=1e-6, atol=0)

@@ -99,7 +99,7 @@ def loop() -> dict[str, Any]:
         ({"json": [SCHEMA]}, "is not a JSON schema"),
         ({"json": "{"}, "structured_outputs.json is not JSON"),
         ({"json": "3"}, "is not a JSON schema"),
-        ({"json": '{"maximum": NaN}'}, "NaN is no JSON"),
+        ({"json": '{"maximum": NaN}'}, "NaN is not JSON"),
         ({"json": "[" * 100_000}, "is not JSON"),
         ({"json": {"maximum": float("nan")}}, "structured_outputs.json is not JSON"),
         ({"json": {"const": object()}}, "which is not JSON"),

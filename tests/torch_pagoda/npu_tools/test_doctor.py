@@ -175,7 +175,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
             lambda m: setting(m, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"),
             *("allocator", "does not go with max_split_size_mb", "leave max_split_size_mb out"),
         ),
-        (lambda m: setting(m, PYTORCH_NPU_ALLOC_CONF="what"), "allocator", "is no setting", "export"),
+        (lambda m: setting(m, PYTORCH_NPU_ALLOC_CONF="what"), "allocator", "is not a setting", "export"),
     ],
 )
 def test_what_stops_serving(

@@ -263,7 +263,7 @@ def test_restarts_are_counted_in_a_stretch_of_time() -> None:
     "behavior",
     [
         "sys.exit(3)",
-        "sock.sendall(b'garbage, which is no frame')\nsock.recv(9)",
+        "sock.sendall(b'garbage, which is not a frame')\nsock.recv(9)",
         "sock.sendall(b'\\xff' * 8)\nsock.recv(9)",
         "send(b'garbage')\nsock.recv(9)",
         "send(encode(Step(1.0)))\nsock.recv(9)",

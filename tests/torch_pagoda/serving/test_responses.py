@@ -250,7 +250,7 @@ USER = {"role": "user", "content": "Hi"}
         ({}, "input", "input is missing"),
         ({"input": 3}, "input", "no input"),
         ({"input": []}, "input", "no input"),
-        ({"input": [USER, 7]}, "input[1]", "is no item"),
+        ({"input": [USER, 7]}, "input[1]", "is not an item"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "item_reference"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role", "use one of"),
         (

@@ -47,7 +47,7 @@ def test_keys_have_names_of_their_own_and_can_be_sent() -> None:
     with pytest.raises(ValueError, match="a name of its own"):
         Settings(api_keys=(ApiKey("one", "secret"), ApiKey("one", "other")))
     for key in ("", " ", "a b", "schl\u00fcssel", "a\tb"):
-        with pytest.raises(ValueError, match="'one' is no key"):
+        with pytest.raises(ValueError, match="'one' is not a key"):
             Settings(api_keys=(ApiKey("one", key),))
     assert Settings(api_keys=(ApiKey("one", "secret"), ApiKey("two", "other"))).model_name == "model"
 

@@ -1,4 +1,4 @@
-"""The engine's loop at the end of a bare socket: what is no message, who does not read, what is too long."""
+"""The engine's loop at the end of a bare socket: what is not a message, who does not read, what is too long."""
 
 from __future__ import annotations
 

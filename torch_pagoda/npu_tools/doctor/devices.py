@@ -77,7 +77,7 @@ def visible(system: System) -> Iterator[Finding]:
     shown = plain(asked, 60)
     parts = [part.strip() for part in asked[:4096].split(",")]
     if not all(re.fullmatch(r"\d{1,4}", part) for part in parts):
-        yield problem("visible devices", f"{_VISIBLE}={shown!r} is no list of numbers", f"export {_VISIBLE}=0")
+        yield problem("visible devices", f"{_VISIBLE}={shown!r} is not a list of numbers", f"export {_VISIBLE}=0")
         return
     numbers = [int(part) for part in parts]
     # Inside of a container the files keep the host's numbers, while the variable counts from 0.

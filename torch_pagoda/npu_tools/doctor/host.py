@@ -34,7 +34,7 @@ def allocator(system: System) -> Iterator[Finding]:
     for part in text[:4096].split(","):
         name, colon, value = part.strip().partition(":")
         if not colon or not value:
-            yield problem("allocator", f"{plain(part, 60)!r} is no setting", f"export {_ALLOCATOR}=name:value,...")
+            yield problem("allocator", f"{plain(part, 60)!r} is not a setting", f"export {_ALLOCATOR}=name:value,...")
             return
         settings[name] = value
     for name in sorted(settings.keys() - _OPTIONS):

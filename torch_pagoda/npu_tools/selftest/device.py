@@ -24,7 +24,7 @@ class Device:
     Attributes:
         torch_device: where tensors go.
         soc: name of the chip that graphs are lowered for.
-        stand_in: what it is, where it is no Ascend device; every report says so first.
+        stand_in: what it is, where it is not an Ascend device; every report says so first.
         running: entered around everything that runs on it.
         synchronize: waits until it has finished.
         peak_memory: most bytes that tensors have taken since the last call of it; None where nobody counts.

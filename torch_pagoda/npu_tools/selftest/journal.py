@@ -135,7 +135,7 @@ class Journal:
                 self._under_way.pop(stage, None)
                 self._outcomes.setdefault(stage, {})[end["item"]] = Outcome(**end)
             case _:
-                log.warning("a line of the journal is passed over: it is no event: %.200s", event)
+                log.warning("a line of the journal is passed over: it is not an event: %.200s", event)
 
 
 def _is_outcome(data: Mapping[str, Any]) -> bool:

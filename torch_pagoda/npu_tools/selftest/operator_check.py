@@ -78,7 +78,7 @@ class Difference:
     """What a device's results differ by.
 
     Attributes:
-        largest: the largest difference; infinite where something is no number.
+        largest: the largest difference; infinite where something is not a number.
         of_limit: the same in multiples of what is tolerated; more than 1 is wrong.
         beyond: share of the entries that differ by more than is tolerated.
         where: result and index of that entry, in words; "" where nothing differs.
@@ -244,7 +244,7 @@ def difference_of(found: Tensor, expected: Tensor) -> Difference:
     )
     if worst > 1:
         many = f"{100 * made.beyond:.3g} % of the entries"
-        by = "is no number" if math.isinf(made.largest) else f"differs by {made.largest:.3g}"
+        by = "is not a number" if math.isinf(made.largest) else f"differs by {made.largest:.3g}"
         made.reason = f"{by} at {index} ({made.found:.5g}, right is {made.expected:.5g}), {many} beyond the limit"
     return made
 

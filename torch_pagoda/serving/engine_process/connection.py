@@ -26,7 +26,7 @@ class EngineConnection:
     Args:
         sock: a connected stream socket; it is closed with this.
         on_message: called with each message.
-        on_lost: called once with the reason, when the engine has closed its end or sent what is no message.
+        on_lost: called once with the reason, when the engine has closed its end or sent what is not a message.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EngineConnection:
                 if self._is_open:
                     self._on_message(message)
         except (DecodeError, FrameTooLong, RecursionError) as error:
-            self._lose(f"the engine sent what is no message ({error})")
+            self._lose(f"the engine sent what is not a message ({error})")
             return
         if not is_open:
             self._lose("the engine has ended")

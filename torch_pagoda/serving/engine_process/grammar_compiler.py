@@ -70,7 +70,7 @@ class GrammarCompiler:
             refusal = None
         except ValueError as error:
             refusal = str(error)
-        except BaseException:  # a panic of llguidance is no Exception; whoever waits must hear of it
+        except BaseException:  # a panic of llguidance is not an Exception; whoever waits must hear of it
             logger.exception("a grammar failed")
         self._done.append((request_id, refusal))
         with suppress(BlockingIOError):  # where it is full it can be read already

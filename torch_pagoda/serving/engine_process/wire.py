@@ -20,7 +20,7 @@ WIRE_VERSION = 1
 EXIT_DONE = 0
 """Exit status of an engine process whose socket was closed."""
 EXIT_BAD_MESSAGE = 65
-"""That of one to which something came that is no message (EX_DATAERR of sysexits.h)."""
+"""That of one to which something came that is not a message (EX_DATAERR of sysexits.h)."""
 EXIT_BROKEN = 70
 """That of one whose steps fail again and again, or to which nobody listens (EX_SOFTWARE)."""
 

@@ -86,7 +86,7 @@ class _GemmaArguments:
         """The object that is all of the tokens."""
         value = self._value(schema, 0)
         if self._pos < len(self._tokens) or not isinstance(value, dict):
-            raise Malformed("arguments that are no object")
+            raise Malformed("arguments that are not an object")
         return value
 
     def _value(self, schema: Any, depth: int) -> Any:

@@ -86,7 +86,7 @@ class Lark:
         plain, *tokens = self._added.split(mark)
         if not tokens:
             return self.rule(f"/(?s:.*)/ {_quoted(mark)}", "[lazy]")
-        # Added tokens are no part of any text, so text ends where one comes.
+        # Added tokens are not part of any text, so text ends where one comes.
         text = self.rule(f"/(?s:.*)/ {_quoted(plain)}", name="ENDS_IN") if plain else "ANY_TEXT"
         return f"{text} {self.literal(mark[len(plain) :])}"
 

@@ -33,14 +33,14 @@ def object_of(arguments: Any) -> dict[str, Any]:
     """Arguments as an object: nothing is an empty one, JSON text is what it says.
 
     Raises:
-        Malformed: they are no object.
+        Malformed: they are not an object.
     """
     if isinstance(arguments, str):
         arguments = load_json(arguments) if arguments.strip() else None
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
-        raise Malformed("arguments that are no object")
+        raise Malformed("arguments that are not an object")
     return arguments
 
 

@@ -177,7 +177,7 @@ class TemplateParser:
             function = call["function"]
             name, arguments = function["name"].strip(), object_of(function.get("arguments"))
             if not TOOL_NAME.fullmatch(name):
-                raise Malformed(f"{name[:80]!r} is no name")
+                raise Malformed(f"{name[:80]!r} is not a name")
             if self._known_only and all(tool.name != name for tool in self._tools):
                 raise Malformed(f"{name!r} may not be called")
             if self._field.content != "json":

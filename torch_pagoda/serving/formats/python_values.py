@@ -62,7 +62,7 @@ class PythonText:
             return int(text) if text.lstrip("+-").isdecimal() else load_json(repr(float(text)))
         word = self.name()
         if word not in _WORDS:
-            raise Malformed(f"{word[:20]!r} is no value")
+            raise Malformed(f"{word[:20]!r} is not a value")
         return _WORDS[word]
 
     def name(self) -> str:

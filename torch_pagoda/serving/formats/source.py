@@ -47,7 +47,7 @@ _CLOSER = {"{": "}", "[": "]", "(": ")"}
 
 
 class Malformed(ValueError):
-    """The text is no call of the format; read as far as ``Source.pos``."""
+    """The text is not a call of the format; read as far as ``Source.pos``."""
 
 
 class Source:
@@ -265,7 +265,7 @@ def load_json(text: str) -> Any:
 
 
 def _refuse(text: str) -> float:
-    raise Malformed(f"{text} is no JSON")
+    raise Malformed(f"{text} is not JSON")
 
 
 def _finite(text: str) -> float:

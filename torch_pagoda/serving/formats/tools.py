@@ -65,7 +65,7 @@ def check_tools(tools: Any) -> list[Tool]:
         return []
     if not isinstance(tools, list):
         raise ValueError(
-            "tools is no array; pass [{'type': 'function', 'function': {'name': ..., 'parameters': ...}}]"
+            "tools is not an array; pass [{'type': 'function', 'function': {'name': ..., 'parameters': ...}}]"
         )
     if len(tools) > MAX_TOOLS:
         raise ValueError(f"tools has {len(tools)} entries; pass at most {MAX_TOOLS}")
@@ -136,7 +136,7 @@ def _name_of(tool: Any) -> Any:
 def _known(names: Sequence[Any], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or all(tool.name != name for tool in tools):
-            raise ValueError(f"{place}={str(name)[:80]!r} is no tool of this request; name one of tools")
+            raise ValueError(f"{place}={str(name)[:80]!r} is not a tool of this request; name one of tools")
     return tuple(dict.fromkeys(names))
 
 
@@ -145,15 +145,15 @@ def _check_tool(tool: Any, place: str) -> Tool:
         raise ValueError(f"{place} is not of type 'function'; pass {{'type': 'function', 'function': {{...}}}}")
     function = tool.get("function")
     if not isinstance(function, dict):
-        raise ValueError(f"{place}.function is no object; pass {{'name': ..., 'parameters': {{...}}}}")
+        raise ValueError(f"{place}.function is not an object; pass {{'name': ..., 'parameters': {{...}}}}")
     name = function.get("name")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.function.name={str(name)[:80]!r} is no name; use up to 128 letters, digits and "
+            f"{place}.function.name={str(name)[:80]!r} is not a name; use up to 128 letters, digits and "
             "_ . : / -, the first and the last of them a letter, a digit or _"
         )
     if not isinstance(function.get("description", ""), str | None):
-        raise ValueError(f"{place}.function.description is no string")
+        raise ValueError(f"{place}.function.description is not a string")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
         raise ValueError(f"{place}.function.strict is neither true nor false")
@@ -166,12 +166,12 @@ def _check_tool(tool: Any, place: str) -> Tool:
 
 def _check_parameters(parameters: Any, place: str) -> None:
     if not isinstance(parameters, dict):
-        raise ValueError(f"{place} is no JSON schema; pass {{'type': 'object', 'properties': {{...}}}}")
+        raise ValueError(f"{place} is not a JSON schema; pass {{'type': 'object', 'properties': {{...}}}}")
     if parameters.get("type", "object") != "object":
         raise ValueError(f"{place}.type is not 'object'; arguments are an object")
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict):
-        raise ValueError(f"{place}.properties is no object")
+        raise ValueError(f"{place}.properties is not an object")
     for name, schema in properties.items():
         if not _PARAMETER_NAME.fullmatch(name):
             raise ValueError(
@@ -179,10 +179,10 @@ def _check_parameters(parameters: Any, place: str) -> None:
                 "characters other than quotes, <, > and control characters"
             )
         if not isinstance(schema, dict | bool):
-            raise ValueError(f"{place}.properties[{name!r}] is no JSON schema")
+            raise ValueError(f"{place}.properties[{name!r}] is not a JSON schema")
     required = parameters.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
-        raise ValueError(f"{place}.required is no array of strings")
+        raise ValueError(f"{place}.required is not an array of strings")
 
 
 def _check_size(tool: Any, place: str) -> int:

@@ -213,13 +213,13 @@ def checked_ids(value: Any, vocab_size: int, name: str) -> list[int]:
     """Token ids.
 
     Raises:
-        ApiError: 400; it is no list of whole numbers within the vocabulary, or is empty.
+        ApiError: 400; it is not a list of integers within the vocabulary, or is empty.
     """
     if not isinstance(value, list) or not value:
-        refuse(name, f"{name}={shown(value)} is no prompt; send text, or a list of at least one token id")
+        refuse(name, f"{name}={shown(value)} is not a prompt; send text, or a list of at least one token id")
     if set(map(type, value)) != {int}:
         wrong = next(entry for entry in value if type(entry) is not int)
-        refuse(name, f"{name} holds {shown(wrong)}; send token ids, whole numbers")
+        refuse(name, f"{name} holds {shown(wrong)}; send token ids, integers")
     low, high = min(value), max(value)
     if low < 0 or high >= vocab_size:
         wrong_id = low if low < 0 else high
@@ -279,7 +279,7 @@ def _entries(value: Any) -> list[Any]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        refuse("prompt", f"prompt={shown(value)} is no prompt; send text, a list of texts, or token ids")
+        refuse("prompt", f"prompt={shown(value)} is not a prompt; send text, a list of texts, or token ids")
     if isinstance(value[0], str | list):
         kind = type(value[0])
         if any(type(entry) is not kind for entry in value):

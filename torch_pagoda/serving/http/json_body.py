@@ -21,7 +21,7 @@ async def read_body(request: Request, kind: type[_Body]) -> _Body:
     """The body as ``kind``.
 
     Raises:
-        ApiError: 400; it is no JSON, nested too deeply, or fields do not fit.
+        ApiError: 400; it is not JSON, nested too deeply, or fields do not fit.
     """
     return validated(decoded(await request.body()), kind)
 
@@ -37,7 +37,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
     except RecursionError:
         refuse(None, f"The body nests more than {MAX_DEPTH} objects and lists; flatten it.", "invalid_json")
     except ValueError as error:  # msgspec's errors and UnicodeDecodeError
-        refuse(None, f"The body is no JSON: {str(error)[:200]}", "invalid_json")
+        refuse(None, f"The body is not JSON: {str(error)[:200]}", "invalid_json")
     if not isinstance(value, dict):
         refuse(None, f"The body is {_kind(value)}; send a JSON object.", "invalid_json")
     if _is_deeper(value, MAX_DEPTH):

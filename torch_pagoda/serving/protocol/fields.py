@@ -150,7 +150,7 @@ class GenerationBody(RequestBody):
         """``logit_bias`` by token id.
 
         Raises:
-            ApiError: 400; a key is no token id.
+            ApiError: 400; a key is not a token id.
         """
         if self.logit_bias is None:
             return None

@@ -80,7 +80,7 @@ async def respond(
 def _checked_id(text: str) -> str:
     found = clean_id(text)
     if found is None:
-        refuse("request_id", "request_id is no id; use 1 to 128 printable ASCII characters without spaces")
+        refuse("request_id", "request_id is not an id; use 1 to 128 printable ASCII characters without spaces")
     return found
 
 

@@ -124,7 +124,7 @@ def _of_assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
             thoughts.append(_text(block, "thinking", at))
         elif block["type"] == "tool_use":
             if not isinstance(block.get("input"), dict):
-                refuse(f"{at}.input", f"{at}.input={shown(block.get('input'))} is no object; send the arguments")
+                refuse(f"{at}.input", f"{at}.input={shown(block.get('input'))} is not an object; send the arguments")
             arguments = msgspec.json.encode(block["input"]).decode()
             function = {"name": _text(block, "name", at), "arguments": arguments}
             calls.append({"id": _text(block, "id", at), "type": "function", "function": function})
@@ -146,7 +146,7 @@ def _blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, 
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     if not isinstance(content, list):
-        refuse(where, f"{where}={shown(content)} is no content; send text or a list of blocks")
+        refuse(where, f"{where}={shown(content)} is not content; send text or a list of blocks")
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in kinds:
@@ -158,5 +158,5 @@ def _blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, 
 def _text(block: dict[str, Any], name: str, where: str) -> str:
     found = block.get(name)
     if not isinstance(found, str):
-        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is no text; send a string")
+        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a text; send a string")
     return found

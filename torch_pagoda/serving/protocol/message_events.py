@@ -72,7 +72,7 @@ class BegunUsage(Struct):
 
 
 class MessageUsage(Struct, kw_only=True):
-    """Tokens of a message; cached ones are no part of the input's."""
+    """Tokens of a message; cached ones are not part of the input's."""
 
     input_tokens: Count
     cache_creation_input_tokens: Count = 0

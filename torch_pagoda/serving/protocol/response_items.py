@@ -26,7 +26,7 @@ def input_messages(value: Any, instructions: str | None) -> tuple[list[dict[str,
         ApiError: 400; an item or a part of one is not served, or malformed.
     """
     if not value or not isinstance(value, str | list):
-        refuse("input", f"input={shown(value)} is no input; send text or a list of items")
+        refuse("input", f"input={shown(value)} is not an input; send text or a list of items")
     messages: list[dict[str, Any]] = []
     places: list[str] = []
     if instructions:
@@ -37,7 +37,7 @@ def input_messages(value: Any, instructions: str | None) -> tuple[list[dict[str,
     for i, item in enumerate(value):
         where = f"input[{i}]"
         if not isinstance(item, dict):
-            refuse(where, f"{where}={shown(item)} is no item; send an object with type or role")
+            refuse(where, f"{where}={shown(item)} is not an item; send an object with type or role")
         kind = item.get("type", "message" if "role" in item else None)
         if kind == "message":
             _add_message(messages, item, where)
@@ -67,7 +67,7 @@ def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools in the form of chat requests.
 
     Raises:
-        ApiError: 400; one is no function.
+        ApiError: 400; one is not a function.
     """
     found = []
     for i, tool in enumerate(tools):
@@ -101,7 +101,7 @@ def response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
     if asked is None:
         return None
     if not isinstance(asked, dict):
-        refuse("text.format", f"text.format={shown(asked)} is no object; send {{'type': 'json_schema', ...}}")
+        refuse("text.format", f"text.format={shown(asked)} is not an object; send {{'type': 'json_schema', ...}}")
     kind = asked.get("type")
     if kind in ("text", "json_object"):
         return {"type": kind}
@@ -137,7 +137,7 @@ def _content(value: Any, where: str) -> list[str]:
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
-        refuse(where, f"{where}={shown(value)} is no content; send text or a list of parts")
+        refuse(where, f"{where}={shown(value)} is not content; send text or a list of parts")
     texts = []
     for i, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
@@ -156,7 +156,7 @@ def _reasoning(item: dict[str, Any], where: str) -> str:
     for field in ("content", "summary"):
         parts = item.get(field) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            refuse(f"{where}.{field}", f"{where}.{field}={shown(parts)} is no list of parts; leave it out")
+            refuse(f"{where}.{field}", f"{where}.{field}={shown(parts)} is not a list of parts; leave it out")
         if parts:
             return "\n".join(_text(part, "text", f"{where}.{field}[{i}]") for i, part in enumerate(parts))
     return ""
@@ -170,5 +170,5 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
 def _text(value: dict[str, Any], name: str, where: str) -> str:
     found = value.get(name)
     if not isinstance(found, str):
-        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is no text; send a string")
+        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a text; send a string")
     return found

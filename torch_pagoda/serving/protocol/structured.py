@@ -98,4 +98,4 @@ def _schema(value: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(value)
     except (ValueError, RecursionError) as error:
-        refuse(name, f"{name} is no JSON: {str(error)[:200]}", "invalid_schema")
+        refuse(name, f"{name} is not JSON: {str(error)[:200]}", "invalid_schema")

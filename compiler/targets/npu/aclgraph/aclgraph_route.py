@@ -295,7 +295,7 @@ def aclgraph_options(
 
     - capture_limit: one above what we let it capture, so that a size that has to be captured anew is not refused.
     - clone_input off: it would copy a step's tensors to buffers of its own; they are in ours already.
-    - frozen_parameter on: weights keep their addresses, so these are no part of the key of a captured graph.
+    - frozen_parameter on: weights keep their addresses, so these are not part of the key of a captured graph.
     - pattern_fusion_pass off: it fuses norms with what follows to operators that nobody has held against the limits.
     - post_grad_custom_pre_pass: see ``in_place``, ``side_stream`` and ``prefetch_stream``.
     - reuse_graph_pool_in_same_fx stays on, clone_output off: the graphs of all sizes share their memory, results

@@ -68,7 +68,9 @@ def plan_capture_sizes(mix: Mapping[int, float], max_size: int, limit: int = CAP
         raise ValueError(f"max_size={max_size} and limit={limit} must be at least 1")
     for size, weight in mix.items():
         if not 1 <= size <= max_size or not weight >= 0:
-            raise ValueError(f"mix[{size}]={weight} is no step of 1 to {max_size} tokens with a weight of at least 0")
+            raise ValueError(
+                f"mix[{size}]={weight} is not a step of 1 to {max_size} tokens with a weight of at least 0"
+            )
     steps = sorted({size for size, weight in mix.items() if weight > 0} | {max_size})
     if len(steps) <= limit:
         return tuple(steps)

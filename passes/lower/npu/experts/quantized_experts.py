@@ -19,7 +19,7 @@ Why it is faster:
 
 Level 0, as the rounding of linear layers. The rows of all experts fill the products: what the operators leave
 undefined behind them, where a chip has some of the experts, is never read. Beside rows of int8 experts with biases
-stay: a bias would have to be a whole number there, or lie where 4 bits have their sums.
+stay: a bias would have to be an integer there, or lie where 4 bits have their sums.
 """
 
 from __future__ import annotations

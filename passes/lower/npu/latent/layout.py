@@ -331,7 +331,7 @@ def weight_rows(traced: TracedGraph, product: fx.Node, rows: Rows) -> tuple[str,
     for name in traced.notes.merged.get(weight.name, (weight.name,)):
         tensor = traced.constants.get(name)
         if tensor is None or tensor.dim() != 2 or not tensor.is_contiguous():
-            raise NoMatch("the weight of its product is no parameter that is stored row by row")
+            raise NoMatch("the weight of its product is not a parameter that is stored row by row")
         if start <= rows.first and rows.last < start + len(tensor):
             features = tensor.shape[1]
             offset = tensor.storage_offset() + (rows.first - start) * features

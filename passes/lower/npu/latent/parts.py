@@ -57,7 +57,7 @@ class Rotation:
         """The same with the result in halves where it would be in pairs.
 
         Raises:
-            NoMatch: its inputs are no pairs.
+            NoMatch: its inputs are not pairs.
         """
         self.check_pairs()
         if self.mode == _TO_HALF:

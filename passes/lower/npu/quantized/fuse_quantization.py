@@ -93,7 +93,7 @@ def _fuse_norm_by_scale(traced: TracedGraph, rounding: fx.Node, normed: fx.Node)
         number = traced.constants[node.name]  # type: ignore[union-attr]
         table = number.to(kept if is_half else dtype).expand(int(shape(gamma)[0])).contiguous()
         if table[0].double() != number.double():
-            return f"npu_add_rms_norm_quant: the scale {float(number):.9g} is no {dtype}, which it takes"
+            return f"npu_add_rms_norm_quant: the scale {float(number):.9g} is not a {dtype}, which it takes"
         tables.append((f"{node.name}_of_{len(table)}", table))  # type: ignore[union-attr]
     given = {"epsilon": argument(norm, 3, "epsilon", 1e-6)}
     overload = _npu.npu_add_rms_norm_quant.default
@@ -152,7 +152,7 @@ def _fuse_swiglu(traced: TracedGraph, rounding: fx.Node, activation: fx.Node) ->
 
 
 def _counts_of_groups(rounding: fx.Node) -> fx.Node | None:
-    """The counts of the groups that the rows of a rounding come in; None where they are no experts'."""
+    """The counts of the groups that the rows of a rounding come in; None where they are not experts'."""
     for result in rounding.users:
         for user in result.users:
             if user.target is _npu.npu_grouped_matmul.default and user.kwargs.get("group_list_type") == 1:

@@ -31,7 +31,7 @@ def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | st
 
 
 def why_wide(form: WeightFormat) -> str:
-    """Why no operator multiplies whole numbers that are stored so by rows of int8; "" where one may."""
+    """Why no operator multiplies integers that are stored so by rows of int8; "" where one may."""
     if form.zeros or form.ordered:
         what = "zeros of their own" if form.zeros else "an order of inputs"
         return f"weights with {what}; beside rows of int8 there is none"

@@ -160,7 +160,7 @@ def _gated_int4(call: Call, weight: torch.Tensor, assist: torch.Tensor | None, s
     if not weight.is_contiguous():
         return "matrices of 4 bits that are not contiguous"
     if assist is None or assist.dtype is not torch.float32 or tuple(assist.shape) != sizes:
-        return f"weight_assist_matrix is no torch.float32 {sizes}, which matrices of 4 bits need"
+        return f"weight_assist_matrix is not a torch.float32 {sizes}, which matrices of 4 bits need"
     return ""
 
 

@@ -24,7 +24,7 @@ def _delta_shapes(call: Call) -> str:
         return f"it has heads {heads}; at most {_MAX_DELTA_HEADS} are taken"
     if any(n is None or n > _MAX_DELTA_DIM for n in dims):
         return f"it has heads of {dims} dims; at most {_MAX_DELTA_DIM} are taken"
-    return f"heads of values {heads[1]} are no multiple of those of keys {heads[0]}" if heads[1] % heads[0] else ""  # type: ignore[operator]
+    return f"heads of values {heads[1]} are not a multiple of those of keys {heads[0]}" if heads[1] % heads[0] else ""  # type: ignore[operator]
 
 
 def _chunk_state(call: Call) -> str:

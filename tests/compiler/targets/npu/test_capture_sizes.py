@@ -87,7 +87,7 @@ def test_known_plans():
 @pytest.mark.parametrize(
     ("mix", "most", "limit", "words"),
     [
-        ({9: 1}, 8, 2, r"mix\[9\]=1 is no step of 1 to 8"),
+        ({9: 1}, 8, 2, r"mix\[9\]=1 is not a step of 1 to 8"),
         ({0: 1}, 8, 2, r"mix\[0\]=1"),
         ({3: -1}, 8, 2, r"mix\[3\]=-1"),
         ({3: float("nan")}, 8, 2, r"mix\[3\]=nan"),

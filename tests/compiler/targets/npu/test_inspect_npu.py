@@ -259,7 +259,7 @@ def test_estimate_of_a_decode_step_by_hand(llama: Any, explained: Explanation) -
     assert decode.memory_seconds == pytest.approx((decode.moved.weights + decode.moved.cache) / 1.6e12)
     assert decode.compute_seconds == pytest.approx(decode.flops / (20 * 1.8e9 * 8192))
     assert decode.bound_by == "memory" and decode.seconds == decode.memory_seconds
-    # What prefill computes for the last layer's last token only is no part of the others' work.
+    # What prefill computes for the last layer's last token only is not part of the others' work.
     assert 0.5 < prefill.flops / (1024 * decode.flops) < 1.1
     assert prefill.bound_by == "compute" and prefill.step == Step(1024, 1024, 1)
 

@@ -170,7 +170,7 @@ def test_fetches_that_fill_too_much_of_the_cache_are_found(given, fault):
 @pytest.mark.parametrize(
     ("given", "change", "reason"),
     [
-        ({"part": True}, {}, "weight of m0_0 is no input of the graph as it lies"),
+        ({"part": True}, {}, "weight of m0_0 is not an input of the graph as it lies"),
         ({}, {"p_0": {}}, "the launch behind which w0_1 is fetched is not in the graph"),
         ({}, {"m0_0": {}}, "nothing reads what is fetched behind p_0"),
         ({}, {"m0_1": {"starts": (), "reads": {0: ("weight", 1, 1)}}}, "m0_0 and m0_1 both read fetch 0"),

@@ -181,7 +181,9 @@ def test_scales_that_are_no_bfloat16_are_not_rounded_again(name, dtype, fused):
     norms = of(traced, npu.npu_add_rms_norm_quant)
     assert len(norms) == record.matches == fused
     reasons = {rejection.reason for rejection in record.rejections}
-    assert fused or (len(reasons) > 0 and all("is no torch.bfloat16, which it takes" in reason for reason in reasons))
+    assert fused or (
+        len(reasons) > 0 and all("is not a torch.bfloat16, which it takes" in reason for reason in reasons)
+    )
     for node in norms:
         assert value(node.args[3]).dtype is (torch.float32 if dtype is torch.float16 else dtype)
         kept = traced.constants[node.args[3].name]
@@ -230,7 +232,7 @@ def test_a_bias_beyond_int32_is_refused():
     copy = traced.copy()
     for name in copy.notes.merged.get(inputs.bias, (inputs.bias,)):
         copy.constants[name] = torch.full_like(copy.constants[name], 1e12)
-    with pytest.raises(UnsupportedModel, match="is no int32 in steps of its scales; give input_bits=16"):
+    with pytest.raises(UnsupportedModel, match="is not an int32 in steps of its scales; give input_bits=16"):
         prepare_weights(copy, fractal_nz=False, release=False)
 
 

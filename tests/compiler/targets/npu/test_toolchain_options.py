@@ -53,11 +53,11 @@ def test_what_may_be_given(codegen, options):
         (
             "aclgraph",
             {"static_kernel": True},
-            "is no option of codegen='aclgraph'; did you mean 'static_kernel_compile'",
+            "is not an option of codegen='aclgraph'; did you mean 'static_kernel_compile'",
         ),
         ("aclgraph", {"zzz": 1}, "use one of capture_error_mode, clone_output, data_dump_dir, data_dump_stage"),
         ("ge", {"enable_single_stream": True}, "did you mean 'ge_config.enable_single_stream'"),
-        ("ge", {"static_kernel_compile": True}, "is no option of codegen='ge'"),
+        ("ge", {"static_kernel_compile": True}, "is not an option of codegen='ge'"),
         ("aclgraph", {"static_kernel_compile": "yes"}, "='yes' is not one of True, False"),
         ("aclgraph", {"static_kernel_compile": 1}, "=1 is not one of True, False"),
         ("ge", {"ge_config.oo_level": "O2"}, "='O2' is not one of 'O1', 'O3'"),
@@ -70,9 +70,9 @@ def test_what_may_be_given(codegen, options):
         (
             "aclgraph",
             {**SUPER, "super_kernel_optimize_options": {"dcci_disable_on_kernel": ".*"}},
-            "='.*' is no list",
+            "='.*' is not a list",
         ),
-        ("aclgraph", {**SUPER, "super_kernel_optimize_options": 3}, "=3 is no dictionary"),
+        ("aclgraph", {**SUPER, "super_kernel_optimize_options": 3}, "=3 is not a dictionary"),
     ],
 )
 def test_what_is_refused_and_what_there_is(codegen, options, words):

@@ -92,7 +92,7 @@ LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
         fia(sparse_mode=4, pre_tokens=7, next_tokens=0),
         fia(second=True, learnable_sink=empty(4)),
         fia(4, 1, 512, **LATENT),
-        fia(tokens=70000),  # tokens of one layout are no batch of another
+        fia(tokens=70000),  # tokens of one layout are not a batch of another
         fia(block_table=empty(4096, 5, dtype=torch.int32)),
         unpaged(actual_seq_lengths=[1] * 4096, actual_seq_lengths_kv=[1] * 4096),
         fia(layout="BSH", query=empty(65536, 7, 512)),

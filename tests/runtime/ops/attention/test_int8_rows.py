@@ -1,4 +1,4 @@
-"""Rows in int8 with a scale each: how far they may be off, and what is no number."""
+"""Rows in int8 with a scale each: how far they may be off, and what is not a number."""
 
 from __future__ import annotations
 

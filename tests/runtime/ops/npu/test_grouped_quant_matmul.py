@@ -135,7 +135,7 @@ FORMS = {"int8": (8, 0), "int4": (4, 0), "int4 in groups": (4, 5)}
 
 
 def rounded(form, dtype=torch.float32):
-    """Rows of floats, whole numbers, and scales and offsets of outputs or groups."""
+    """Rows of floats, integers, and scales and offsets of outputs or groups."""
     bits, groups = FORMS[form]
     top = 1 << (bits - 1)
     weight = numbers(-top, top - 1, 3, 40, 16, seed=2)

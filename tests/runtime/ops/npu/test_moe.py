@@ -394,7 +394,7 @@ def test_routing_that_rounds_its_rows():
     torch.testing.assert_close(scale.double(), plain[0].double().abs().amax(-1) / 127, rtol=1e-6, atol=0)
     off = (rows.double() * scale.double()[:, None] - plain[0].double()).abs()
     assert (off <= 0.5001 * scale.double()[:, None]).all()
-    # Rows behind those of the active experts are no numbers.
+    # Rows behind those of the active experts are not numbers.
     some = npu.npu_moe_init_routing_v2(x, experts, quant_mode=1, active_expert_range=[0, 2], **given)
     active = int(some[2].sum())
     assert 0 < active < 10 and some[3][active:].isnan().all() and some[3][:active].isfinite().all()

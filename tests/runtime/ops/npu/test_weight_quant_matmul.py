@@ -14,7 +14,7 @@ M, K, N = 3, 96, 16
 
 
 def parts(bits: int, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Inputs, whole numbers, scales and offsets."""
+    """Inputs, integers, scales and offsets."""
     generator = torch.Generator().manual_seed(0)
     most = 1 << (bits - 1)
     shape = (-(-K // group), N) if group else (N,)
@@ -86,7 +86,7 @@ def test_numbers_that_do_not_pack(numbers, words):
         ({"antiquant_scale": torch.ones(N, 3).bfloat16()}, r"antiquant_scale is torch.bfloat16 \(16, 3\)"),
         ({"antiquant_offset": torch.ones(N).bfloat16()}, "antiquant_offset is torch.bfloat16"),
         ({"bias": torch.ones(N).bfloat16()}, "bias is torch.bfloat16"),
-        ({"antiquant_group_size": 24}, "antiquant_group_size=24 is no multiple of 32"),
+        ({"antiquant_group_size": 24}, "antiquant_group_size=24 is not a multiple of 32"),
         ({"antiquant_group_size": 96}, "from 32 to 95"),
         ({"weight": torch.zeros(K + 1, N, dtype=torch.int8)}, "must be"),
         ({"weight": torch.zeros(N, K // 8, dtype=torch.int32).t()}, "not contiguous"),

@@ -364,7 +364,7 @@ def tokens_mixed(graph):
     ("kwargs", "reason"),
     [
         ({"change": bias}, "its product adds a bias"),
-        ({"change": computed_weight}, "the weight of its product is no parameter"),
+        ({"change": computed_weight}, "the weight of its product is not a parameter"),
         ({"change": irregular}, "keys or values lie in no regular order"),
         ({"change": torn}, "the dims of a key that come from the latent do not lie together"),
         ({"change": rearranged}, "the part of the keys that all heads share is rearranged"),
