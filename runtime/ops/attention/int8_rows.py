@@ -14,8 +14,8 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each row in int8, symmetric around 0: ``rows ≈ stored · scale`` with ``scale = max|row| / 127``.
 
     ``stored = round(row / scale)``, ties to even, all in float32, so no element is off by more than half a scale. A
-    row whose scale is not a normal float32 (max|row| below 1.5e-36; zeros among them) is stored as zeros with scale 0.
-    A row that holds a NaN or an infinity is stored as zeros with scale NaN: all of it comes back as NaN.
+    row whose scale is not a normal float32 (max|row| below 1.5e-36; zeros among them) is stored as zeros with scale
+    0. A row that holds a NaN or an infinity is stored as zeros with scale NaN: all of it comes back as NaN.
 
     Args:
         rows: ``[..., D]``, any floating-point dtype.
