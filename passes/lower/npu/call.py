@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import fx
@@ -16,7 +16,7 @@ class Call(limits.Call):
     """A call whose arguments may be nodes."""
 
     @classmethod
-    def of(cls, node: fx.Node, target: NpuTarget) -> limits.Call:
+    def of(cls, node: fx.Node, target: NpuTarget) -> Self:
         """The call that ``node`` makes."""
         assert isinstance(node.target, torch._ops.OpOverload)
         return cls.make(node.target, target, *node.args, **node.kwargs)

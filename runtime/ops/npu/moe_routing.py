@@ -146,9 +146,8 @@ def npu_moe_finalize_routing(
             f"be {'[E, C, H]' if padded else '[T*K, H]'} and int32 [T*K]"
         )
     flat = widened(rows.reshape(-1, rows.shape[-1]))
-    order = (
-        places.long().reshape(tokens, choices) if drop_pad_mode >= 2 else places.long().reshape(choices, tokens).t()
-    )
+    places = places.long()
+    order = places.reshape(tokens, choices) if drop_pad_mode in (2, 3) else places.reshape(choices, tokens).t()
     if order.numel() and not (-1 if padded else 0) <= int(order.min()) <= int(order.max()) < len(flat):
         raise ValueError(
             f"expanded_src_to_dst_row lies in [{int(order.min())}, {int(order.max())}]; with drop_pad_mode "

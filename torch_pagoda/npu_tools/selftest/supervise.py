@@ -141,17 +141,17 @@ class _Child:
             self._pipe.send_bytes(json.dumps(request).encode())
         while True:
             match self._answer(seconds):
-                case {"progress": dict(found)}:
-                    said.update(found)
-                    noted(found)
+                case {"progress": dict() as progress}:
+                    said.update(progress)
+                    noted(progress)
                 case {"items": list()} as found:
                     return ended(RIGHT, "", found)
-                case {"result": dict(found)}:
-                    wrong = str(found.pop("wrong", ""))
+                case {"result": dict() as result}:
+                    wrong = str(result.pop("wrong", ""))
                     said.pop("doing", None)
-                    return ended(WRONG if wrong else RIGHT, wrong, found)
-                case {"error": str(error), **found}:
-                    return ended(FAILED, error, found)
+                    return ended(WRONG if wrong else RIGHT, wrong, result)
+                case {"error": str(error), **rest}:
+                    return ended(FAILED, error, {str(name): value for name, value in rest.items()})
                 case {"lost": str(status), "reason": str(reason)}:
                     return ended(status, reason, {})
                 case _:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -33,7 +33,7 @@ class Call:
     is_reference: bool = False
 
     @classmethod
-    def make(cls, overload: torch._ops.OpOverload, target: NpuTarget, *args: Any, **kwargs: Any) -> Call:
+    def make(cls, overload: torch._ops.OpOverload, target: NpuTarget, *args: Any, **kwargs: Any) -> Self:
         """The call ``overload(*args, **kwargs)``.
 
         Raises:

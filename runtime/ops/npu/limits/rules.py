@@ -207,7 +207,9 @@ def _known(dim: str, bound: Mapping[str, Any]) -> tuple[int | None, ...] | None:
     """Sizes of dims as far as they are bound; None where they are not."""
     if dim in bound or dim[0] == "*":
         return bound.get(dim)
-    terms = [[(int(x),) if x.isdigit() else bound.get(x) for x in term.split("*")] for term in dim.split("+")]
+    terms: list[list[Any]] = [
+        [(int(x),) if x.isdigit() else bound.get(x) for x in term.split("*")] for term in dim.split("+")
+    ]
     if any(x is None for term in terms for x in term):
         return None
     if any(x[0] is None for term in terms for x in term):
