@@ -127,7 +127,7 @@ def test_a_model_is_unpacked_with_a_warning(
     with caplog.at_level(logging.WARNING, LOGGER):
         model = load_model(quantized, "float32", False, CPU)
     (message,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
-    assert "(bitsandbytes), with codes that no kernel multiplies: 14 weights are unpacked to float32" in message
+    assert "(bitsandbytes) with codes that no kernel multiplies: 14 weights are unpacked to float32" in message
     expected = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32).state_dict()
     for key, tensor in model.state_dict().items():
         assert not isinstance(tensor, StoredWeight) and torch.equal(tensor, expected[key]), key
