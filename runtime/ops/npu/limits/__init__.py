@@ -13,7 +13,7 @@ import torch
 
 from . import attention, caches, latent, linears, moe, norms, quantized, rope, sparse_attention, states
 from .call import Call
-from .rules import FLOAT, INFERENCE, Limits, alike
+from .rules import BF16, HALF, INFERENCE, Limits, alike
 
 _FILES = (norms, rope, linears, caches, attention, latent, sparse_attention, moe, quantized, states)
 _ALL = {name: limits for file in _FILES for name, limits in file.LIMITS.items()}
@@ -33,11 +33,12 @@ def violations(call: Call) -> list[str]:
         return [] if call.is_reference else [f"{call.name} is not in the table of limits"]
     found = [] if call.is_reference else _of_chip(call, limits)
     for name, allowed in limits.dtypes.items():
-        known = allowed | _COMPARED if call.is_reference and allowed <= FLOAT else allowed
+        known = allowed | _COMPARED if call.is_reference and (allowed >= HALF or allowed == BF16) else allowed
         dtype = call.dtype(name)
         if dtype is not None and dtype not in known:
             found.append(f"{name} is {dtype}; it must be {' or '.join(sorted(map(str, allowed)))}")
-    found += [reason for names in limits.alike if (reason := alike(*names)(call))]
+    groups = () if call.is_reference and limits.mixes else limits.alike
+    found += [reason for names in groups if (reason := alike(*names)(call))]
     for name, ranks in (limits.ranks if call.is_reference else {**limits.ranks, **limits.forms}).items():
         shape = call.shape(name)
         if call.tensor(name) is not None and len(shape) not in ranks:

@@ -3,10 +3,8 @@ npu_mla_prolog_v3."""
 
 from __future__ import annotations
 
-import torch
-
 from .call import Call
-from .rules import A2, A3, A5, HALF, INT64, Limits, alike, dense, in_reference, lowered, needed, shaped
+from .rules import A2, A3, A5, BF16, HALF, INT64, Limits, dense, in_reference, lowered, needed, shaped
 
 _LATENT, _ROTARY = 512, 64
 _HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 7168, 7680, 8192)
@@ -107,10 +105,11 @@ LIMITS = {
     "npu_kv_rmsnorm_rope_cache_v2": Limits(
         frozenset({A2, A3}),
         {"kv": HALF, "index": INT64},
+        alike=[("kv", "gamma", "cos", "sin", "k_cache", "ckv_cache")],
+        mixes=True,
         ranks={"kv": (4,), "gamma": (1,), "cos": (4,)},
         forms={"index": (1,), "k_cache": (4,), "ckv_cache": (4,)},
         rules=[
-            lowered(alike("kv", "gamma", "cos", "sin", "k_cache", "ckv_cache")),
             lowered(_norm_and_rotation),
             in_reference(_parts_of_keys),
             lowered(_paged_caches),
@@ -119,7 +118,7 @@ LIMITS = {
     ),
     "npu_mla_prolog_v3": Limits(
         frozenset({A2, A3, A5}),
-        {"token_x": frozenset({torch.bfloat16}), "cache_index": INT64},
+        {"token_x": BF16, "cache_index": INT64},
         alike=[
             (
                 *("token_x", "weight_dq", "weight_uq_qr", "weight_uk", "weight_dkv_kr", "rmsnorm_gamma_cq"),

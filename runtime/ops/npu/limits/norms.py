@@ -6,7 +6,21 @@ import torch
 
 from .call import Call
 from .quantized import norm_by_scales, one_quantized_result
-from .rules import A2, A3, A5, FLOAT, HALF, INFERENCE, Limits, alike, dense, given, lowered, on_inference_chip, shaped
+from .rules import (
+    A2,
+    A3,
+    A5,
+    FLOAT,
+    HALF,
+    INFERENCE,
+    Limits,
+    dense,
+    given,
+    in_reference,
+    lowered,
+    on_inference_chip,
+    shaped,
+)
 
 _LAST_DIMS = "gamma [*G, N], beta [*G, N], input [*B, *G, N], x1 [*B, *G, N], x2 [*B, *G, N]"
 
@@ -68,17 +82,19 @@ LIMITS = {
     "npu_gemma_rms_norm": Limits(
         frozenset({A2, A3, A5}),
         {"input": FLOAT},
-        rules=[shaped(_LAST_DIMS), lowered(alike("input", "gamma")), lowered(_last_dim), _own_dtype_or_float32],
+        alike=[("input", "gamma")],
+        mixes=True,
+        rules=[shaped(_LAST_DIMS), lowered(_last_dim), _own_dtype_or_float32],
     ),
     "npu_add_layer_norm": Limits(
         frozenset({A2, A3, A5}),
         {"x1": FLOAT, "x2": FLOAT},
+        alike=[("x1", "x2"), ("gamma", "beta")],
+        mixes=True,
         rules=[
             shaped(_LAST_DIMS),
-            lowered(alike("x1", "x2")),
-            lowered(alike("gamma", "beta")),
             lowered(_last_dim),
-            _sum_of_layer_norm,
+            in_reference(_sum_of_layer_norm),
         ],
     ),
     "npu_add_rms_norm_dynamic_quant": Limits(

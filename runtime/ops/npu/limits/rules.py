@@ -18,7 +18,8 @@ Rule = Callable[[Call], str]
 """Says why a call is not legal; "" when it is, as far as the rule goes."""
 
 A2, A3, A5, INFERENCE = Product.A2, Product.A3, Product.A5, Product.INFERENCE
-HALF = frozenset({torch.float16, torch.bfloat16})
+BF16 = frozenset({torch.bfloat16})
+HALF = BF16 | {torch.float16}
 FLOAT = HALF | {torch.float32}
 INDEX = frozenset({torch.int32, torch.int64})
 INT8 = frozenset({torch.int8})
@@ -32,9 +33,10 @@ class Limits:
 
     Attributes:
         products: chips that run it; none where lowering does not emit it.
-        dtypes: argument → dtypes; arguments that are not named take any. Of floats the reference kernel takes fp32
-            and fp64, too.
+        dtypes: argument → dtypes; arguments that are not named take any. Of fp16 and bf16, or bf16 alone, the
+            reference kernel takes fp32 and fp64, too.
         alike: groups of arguments that have one dtype.
+        mixes: the operator takes other mixtures of dtypes than lowering gives it, which rules of the reference name.
         ranks: argument → numbers of dims.
         forms: the same for lowering, where it makes fewer forms than there are.
         rules: what cannot be said that way.
@@ -43,6 +45,7 @@ class Limits:
     products: frozenset[Product]
     dtypes: Mapping[str, frozenset[torch.dtype]] = field(default_factory=dict)
     alike: Sequence[Sequence[str]] = ()
+    mixes: bool = False
     ranks: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     forms: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rules: Sequence[Rule] = ()
@@ -115,7 +118,7 @@ def needed(*arguments: str) -> Rule:
 
     def check(call: Call) -> str:
         missing = [name for name in arguments if not call.is_given(name)]
-        return f"{missing[0]} is None; {' and '.join(arguments)} are needed" if missing else ""
+        return f"{missing[0]} is None; it is needed" if missing else ""
 
     return check
 
@@ -177,7 +180,7 @@ def shaped(shapes: str) -> Rule:
         if all(_fits(shape, wanted[name], bound) for name, shape in found.items()):
             return ""
         needs = ", ".join(f"{name} [{', '.join(wanted[name])}]" for name in found)
-        return f"{', '.join(f'{name} {shape}' for name, shape in found.items())} do not fit; {needs} are needed"
+        return f"{', '.join(f'{name} {shape}' for name, shape in found.items())} do not fit {needs}"
 
     return check
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from .call import Call
-from .rules import A2, A3, A5, FLOAT, INT32, Limits, dense, lowered, needed, shaped, stored_as
+from .rules import A2, A3, A5, BF16, FLOAT, INT32, Limits, dense, lowered, needed, shaped, stored_as
 
 MAX_RECURRENT_TOKENS = 8
 """Tokens of a sequence that ``npu_recurrent_gated_delta_rule`` takes."""
@@ -46,7 +46,7 @@ _TENSORS = "query [T, K, D], key [T, K, D], value [T, V, E], beta [T, V], g [T, 
 LIMITS = {
     "npu_chunk_gated_delta_rule": Limits(
         frozenset({A2, A3, A5}),
-        {"query": frozenset({torch.bfloat16}), "initial_state": FLOAT, "g": FLOAT, "actual_seq_lengths": INT32},
+        {"query": BF16, "initial_state": FLOAT, "g": FLOAT, "actual_seq_lengths": INT32},
         alike=[("query", "key", "value", "beta")],
         ranks={
             "query": (3,),

@@ -104,13 +104,13 @@ def test_clipped_swiglu_along_another_dim():
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda x: npu.npu_swiglu(x), "dim -1 must be even"),
-        (lambda x: npu.npu_swiglu(x, 3), "dim 3 must be even"),
+        (lambda x: npu.npu_swiglu(x), "dim -1 is 7; it must be even"),
+        (lambda x: npu.npu_swiglu(x, 3), "dim 3 is None; it must be even"),
         (lambda x: npu.npu_geglu(x, 0, 2), "approximate is 2"),
         (lambda x: npu.npu_gelu(x, approximate="erf"), "approximate is 'erf'"),
         (lambda x: npu.npu_gelu_mul(x), "must be even"),
-        (lambda x: npu.npu_clipped_swiglu(x), "an even size along dim -1"),
-        (lambda x: npu.npu_clipped_swiglu(x[0]), "2 dims or more"),
+        (lambda x: npu.npu_clipped_swiglu(x), "dim -1 is 7; it must be even"),
+        (lambda x: npu.npu_clipped_swiglu(x[0]), r"x \(7,\) do not fit x \[\*B, M, N\]"),
     ],
 )
 def test_refusals(call, match):

@@ -74,7 +74,7 @@ def test_context_lengths_are_per_sequence_only_with_a_block_table():
     assert_refuses("ends at 8.*13 tokens", unpaged(actual_seq_lengths_kv=[5, 8]))
     assert_refuses("never decrease", unpaged(actual_seq_lengths_kv=[8, 5]))
     assert_refuses("1 entries and actual_seq_lengths 2", unpaged(actual_seq_lengths_kv=[13]))
-    assert_refuses("0 entries", packed(actual_seq_lengths_kv=None))
+    assert_refuses("paging needs the lengths of keys", packed(actual_seq_lengths_kv=None))
     assert_refuses("1 entries", packed(actual_seq_lengths_kv=[8]))
 
 
@@ -132,11 +132,11 @@ def test_paged_caches():
     assert_refuses("int32", packed(block_table=torch.tensor([[0, 1], [2, 3]])))
     assert_refuses("one row for each of the 2", packed(block_table=torch.zeros(3, 2, dtype=torch.int32)))
     by_token = torch.randn(4, BLOCK, KV_HEADS, DIM)
-    assert_refuses("view .* as that", packed(key=by_token, value=by_token))
+    assert_refuses("the cache has blocks of 2", packed(key=by_token, value=by_token))
     by_head = by_token.transpose(1, 2).contiguous()
     npu.npu_fused_infer_attention_score(**packed(key=by_head, value=by_head))
     rows = {"query": torch.randn(2, 1, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
-    assert_refuses("BSH queries", packed(key=by_head, value=by_head, **rows))
+    assert_refuses("queries, not BSH", packed(key=by_head, value=by_head, **rows))
     nz = by_token.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
     assert_refuses("only for MLA", packed(key=nz, value=nz))
 
@@ -151,10 +151,10 @@ def test_blocks_outside_the_cache(block):
 
 
 def test_heads():
-    assert_refuses("must divide", packed(num_key_value_heads=3))
+    assert_refuses("4 heads over 3 KV heads", packed(num_key_value_heads=3))
     assert_refuses("at most 64", packed(query=torch.randn(5, 128, DIM), num_heads=128, num_key_value_heads=1))
-    assert_refuses("query has 4 heads", packed(num_heads=8))
-    assert_refuses("0 query heads", packed(num_heads=0))
+    assert_refuses("with 8 heads", packed(num_heads=8))
+    assert_refuses("0 heads over", packed(num_heads=0))
 
 
 def test_layouts():
@@ -162,23 +162,27 @@ def test_layouts():
     assert_refuses("takes 3 dims", batched(input_layout="BSH"))
     assert_refuses("batch of 2", batched(key=torch.randn(3, KV_HEADS, 6, DIM)))
     assert_refuses("one length", batched(value=torch.randn(2, KV_HEADS, 7, DIM)))
-    assert_refuses("one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
+    assert_refuses("they have one layout", batched(key=torch.randn(2, 6, KV_HEADS * DIM)))
     assert_refuses("do not divide", batched(query=torch.randn(2, 3, 66), input_layout="BSH"))
     with pytest.raises(NotImplementedError, match="NSD"):
         npu.npu_fused_infer_attention_score(**batched(input_layout="NSD"))
-    with pytest.raises(ValueError, match="BSH, BSND or BNSD"):
+    with pytest.raises(ValueError, match="it must be 'BSH' or 'BSND' or 'BNSD'"):
         npu.npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 2, 16)] * 2, input_layout="TND")
     with pytest.raises(ValueError, match="one query a sequence"):
         npu.npu_incre_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2)
-    with pytest.raises(ValueError, match="BNSD_BSND or TND"):
+    with pytest.raises(ValueError, match="or 'BNSD_BSND' or 'TND'"):
         npu.npu_prompt_flash_attention(torch.randn(2, 4, 16), *[torch.randn(2, 4, 16)] * 2, input_layout="NTD")
 
 
 def test_dtypes():
-    assert_refuses("they must be one", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half()))
-    assert_refuses("int4", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError)
+    assert_refuses(
+        "dtypes differ: key torch.float16, value", packed(key=torch.randn(4, BLOCK, KV_HEADS * DIM).half())
+    )
+    assert_refuses(
+        "no key of torch.int32", packed(key=torch.zeros(4, BLOCK, 4, dtype=torch.int32)), NotImplementedError
+    )
     quantized = torch.zeros(5, HEADS, DIM, dtype=torch.int8)
-    assert_refuses("quantized queries", packed(query=quantized), NotImplementedError)
+    assert_refuses("no query of torch.int8", packed(query=quantized), NotImplementedError)
 
 
 def int8(**changes):
@@ -193,7 +197,7 @@ def test_int8_caches():
     npu.npu_fused_infer_attention_score(**int8())
     assert_refuses("need their scales", int8(key_antiquant_scale=None, value_antiquant_scale=None))
     scale = torch.ones(1)
-    assert_refuses("need their scales", batched(key_antiquant_scale=scale, value_antiquant_scale=scale))
+    assert_refuses("are for int8 keys and values", batched(key_antiquant_scale=scale, value_antiquant_scale=scale))
     assert_refuses("antiquant modes", int8(key_antiquant_mode=1))
     assert_refuses("which mode 0 does not take", int8(key_antiquant_scale=torch.ones(3)))
     assert_refuses("take antiquant modes 0 and 1", int8(length=2, key_antiquant_mode=2, value_antiquant_mode=2))
@@ -208,8 +212,11 @@ def test_int8_caches():
 
 def test_rope_parts():
     rope = torch.randn(5, HEADS, 64)
-    assert_refuses("give both or neither", packed(query_rope=rope))
-    assert_refuses("all but its last dim", packed(query_rope=rope[:4], key_rope=torch.randn(4, BLOCK, KV_HEADS * 64)))
+    assert_refuses("come together or not at all", packed(query_rope=rope))
+    assert_refuses(
+        r"query_rope \(4, 4, 64\) do not fit",
+        packed(query_rope=rope[:4], key_rope=torch.randn(4, BLOCK, KV_HEADS * 64)),
+    )
     assert_refuses("page both in one format", packed(query_rope=rope, key_rope=torch.randn(4, KV_HEADS, BLOCK, 64)))
 
 
@@ -227,8 +234,8 @@ def sinks(**changes):
 @pytest.mark.parametrize(
     "changes, match, error",
     [
-        ({"learnable_sink": torch.zeros(3).bfloat16()}, "one entry for each of the 4", ValueError),
-        ({"learnable_sink": torch.zeros(HEADS).half()}, "must be bfloat16", ValueError),
+        ({"learnable_sink": torch.zeros(3).bfloat16()}, r"learnable_sink is \(3,\)", ValueError),
+        ({"learnable_sink": torch.zeros(HEADS).half()}, r"\(4,\) torch.float16; \(4,\) torch.bfloat16", ValueError),
         ({"return_softmax_lse": True}, "log-sum-exp", NotImplementedError),
         ({"value": torch.randn(4, BLOCK, KV_HEADS * 192)}, "at most 128", ValueError),
     ],
@@ -240,7 +247,7 @@ def test_sinks(changes, match, error):
 
 
 def test_sinks_need_a_packed_layout():
-    with pytest.raises(ValueError, match="TND or NTD_TND"):
+    with pytest.raises(ValueError, match="sinks are for TND and NTD_TND, not BNSD"):
         npu.npu_fused_infer_attention_score_v2(
             *[torch.randn(1, 2, 3, 16)] * 3,
             num_query_heads=2,
@@ -253,8 +260,8 @@ def test_pse_shift_and_precision():
     assert_refuses("not taken in input_layout 'TND'", packed(pse_shift=torch.zeros(1, HEADS, 5, 16)))
     assert_refuses("must be .1 or 2, 4, at least 3, at least 6", batched(pse_shift=torch.zeros(1, HEADS, 3, 5)))
     assert_refuses("must be .1 or 2, 4", batched(pse_shift=torch.zeros(1, 2, 3, 6)))
-    assert_refuses("between 0 and 1", batched(1, inner_precise=2))
-    assert_refuses("between 0 and 3", batched(inner_precise=4))
+    assert_refuses("inner_precise is 2; 0 to 1", batched(1, inner_precise=2))
+    assert_refuses("inner_precise is 4; 0 to 3", batched(inner_precise=4))
 
 
 @pytest.mark.parametrize(

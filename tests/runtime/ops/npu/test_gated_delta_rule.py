@@ -118,10 +118,10 @@ def test_half_precision_computes_in_float32() -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no beta": ({"beta": None}, "needed"),
     "lengths": ({"actual_seq_lengths": torch.tensor([3, 1, 7]).int()}, "3 lengths of 12 tokens"),
-    "heads": ({"value": torch.zeros(12, 3, 8)}, "do not fit"),
+    "heads": ({"value": torch.zeros(12, 3, 8).double()}, "do not fit"),
     "state": ({"initial_state": torch.zeros(3, 4, 16, 8)}, "do not fit"),
-    "beta": ({"beta": torch.zeros(12, 2)}, "do not fit"),
-    "integers": ({"beta": torch.zeros(12, 4, dtype=torch.int64)}, "beta has dtype"),
+    "beta": ({"beta": torch.zeros(12, 2).double()}, "do not fit"),
+    "integers": ({"beta": torch.zeros(12, 4, dtype=torch.int64)}, "dtypes differ.* beta torch.int64"),
 }
 
 

@@ -147,12 +147,12 @@ def test_attention_over_what_it_wrote(mode, assert_close):
 @pytest.mark.parametrize(
     "changes, match",
     [
-        ({"token_x": torch.zeros(TOKENS, HIDDEN)}, "must all be bfloat16"),
-        ({"weight_dq": torch.zeros(HIDDEN, COMPRESSED + 1).bfloat16()}, "shapes do not fit"),
-        ({"rope_cos": torch.zeros(TOKENS, ROPE // 2).bfloat16()}, "shapes do not fit"),
-        ({"kr_cache": torch.zeros(BLOCKS, BLOCK, 1, ROPE // 2).bfloat16()}, "shapes do not fit"),
-        ({"cache_index": None}, "one slot for each token"),
-        ({"cache_index": SLOTS.reshape(2, 3)}, "one slot for each token"),
+        ({"token_x": torch.zeros(TOKENS, HIDDEN)}, "dtypes differ: token_x torch.float32"),
+        ({"weight_dq": torch.zeros(HIDDEN, COMPRESSED + 1).bfloat16()}, "do not fit"),
+        ({"rope_cos": torch.zeros(TOKENS, ROPE // 2).bfloat16()}, "do not fit"),
+        ({"kr_cache": torch.zeros(BLOCKS, BLOCK, 1, ROPE // 2).bfloat16()}, "do not fit"),
+        ({"cache_index": None}, "cache_index is None; it is needed"),
+        ({"cache_index": SLOTS.reshape(2, 3)}, r"cache_index \(2, 3\) do not fit"),
     ],
 )
 def test_refusals(changes, match):

@@ -223,18 +223,23 @@ PLACES = torch.arange(18, dtype=torch.int32)
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, bias=torch.zeros(EXPERTS).half()), "bias has shape"),
-        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, renorm=1), "renorm is 1"),
-        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=3), "group_count is 3"),
-        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=8, k_group=2), "larger than 2"),
-        (lambda: npu.npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5 and k_group 1"),
-        (lambda: npu.npu_moe_gating_top_k(LOGITS[None], 2), "x has shape"),
+        (
+            lambda: npu.npu_moe_gating_top_k(LOGITS, 2, bias=torch.zeros(EXPERTS).half()),
+            "dtypes differ: x torch.float32, bias torch.float16",
+        ),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=3), "16 experts in 3 groups"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, group_count=8, k_group=2), "groups of 2 experts; more than 2"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5, of 1 groups of 4"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS[None], 2), "x has 3 dims"),
         (lambda: npu.npu_moe_gating_top_k_softmax(LOGITS, None, 17), "k is 17"),
-        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN), "expert_num is -1"),
+        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN), "-1 experts"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN.long(), expert_num=4), "int32"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN + 4, expert_num=4), r"expert_idx lies in \[4, 4\]"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, active_expert_range=[2, 5]), r"\[2, 5\]"),
-        (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, scale=torch.zeros(2)), "scale has shape"),
+        (
+            lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, scale=torch.zeros(2)),
+            r"scale \(2,\) do not fit",
+        ),
         (
             lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 5])}),
             "fill the 6",
@@ -244,7 +249,7 @@ PLACES = torch.arange(18, dtype=torch.int32)
             "fill the 6",
         ),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
-        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type is None"),
+        (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type must be 0"),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT[:, :7]], **GROUPED), "must be .M, K."),
         (
             lambda: npu.npu_grouped_matmul([X], [WEIGHT], bias=[torch.zeros(2, 4).half()], **GROUPED),
@@ -256,18 +261,27 @@ PLACES = torch.arange(18, dtype=torch.int32)
         (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6] - 1, None), r"lies in \[-1, 4\]"),
         (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES, None, 0, 3), r"lies in \[0, 17\]"),
         (lambda: npu.npu_moe_finalize_routing(X, None, None, None, None, PLACES[:6], None, 1), "must be"),
-        (lambda: npu.npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None), "skip1 has dtype"),
-        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2), 1), "larger than 2"),
-        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2049), 1), "x has 2049 experts"),
+        (
+            lambda: npu.npu_moe_finalize_routing(X, X.half(), None, None, None, PLACES[:6], None),
+            "skip1 torch.float16",
+        ),
+        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2), 1), "groups of 2 experts; more than 2"),
+        (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 2049), 1), "2049 experts in 1 groups"),
         (lambda: npu.npu_moe_gating_top_k(torch.zeros(1, 325), 1, group_count=65), "filled up to multiples of 32"),
-        (lambda: npu.npu_moe_gating_top_k_softmax(torch.zeros(1, 1100), None, 1025), "k of 1024 at most"),
+        (
+            lambda: npu.npu_moe_gating_top_k_softmax(torch.zeros(1, 1100), None, 1025),
+            "k is 1025, of 1100 experts; at most 1024",
+        ),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=10241), "at most 10240"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=5121, expert_tokens_num_type=2), "at most 5120"),
-        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:5]), r"int32 \[T\*K\]"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:5]), r"sorted_indices \(5,\) do not fit"),
         (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6].long()), "int32"),
         (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6] + 1), r"lies in \[1, 6\]; there are 6 rows"),
-        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6], torch.rand(2, 2)), r"probs has shape \(2, 2\)"),
-        (lambda: npu.npu_moe_token_unpermute(ONES, ONES[:, 0].int() - 1, torch.rand(1, 513)), "K at most 512"),
+        (lambda: npu.npu_moe_token_unpermute(X, PLACES[:6], torch.rand(2, 2)), r"probs \(2, 2\), .* do not fit"),
+        (
+            lambda: npu.npu_moe_token_unpermute(ONES, ONES[:, 0].int() - 1, torch.rand(1, 513)),
+            "dim 1 of probs is 513; it must be below 513",
+        ),
     ],
 )
 def test_refusals(call, match):
@@ -279,6 +293,7 @@ def test_refusals(call, match):
     "call, name",
     [
         (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, input_ids=X), "input_ids"),
+        (lambda: npu.npu_moe_gating_top_k(LOGITS, 2, renorm=1), "renorm=1"),
         (lambda: npu.npu_moe_gating_top_k_softmax(LOGITS, X), "finished"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, drop_pad_mode=1), "drop_pad_mode"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN, expert_num=4, quant_mode=2), "quant_mode"),
@@ -357,7 +372,7 @@ def test_products_of_int8_in_groups(code, bias):
         ({"scale": [torch.rand(3, 6)]}, r"scale is torch.float32 \(3, 6\); torch.bfloat16"),
         ({"scale": [torch.rand(6).bfloat16()]}, r"scale is torch.bfloat16 \(6,\)"),
         ({"per_token_scale": [torch.rand(6)]}, r"per_token_scale is torch.float32 \(6,\)"),
-        ({"bias": [torch.rand(3, 6)]}, "bias is torch.float32"),
+        ({"bias": [torch.rand(3, 6)]}, "a bias of torch.float32"),
     ],
 )
 def test_scales_of_groups_that_do_not_fit(change, words):
@@ -378,6 +393,7 @@ def test_scales_of_groups_that_do_not_fit(change, words):
 @pytest.mark.parametrize("code", [None, 1, 3])
 def test_products_of_int8_need_a_float_result(code):
     given = {"split_item": 3, "group_type": 0, "group_list_type": 1, "group_list": torch.tensor([2, 0, 5])}
+    given |= {"scale": [torch.rand(3, 6)], "per_token_scale": [torch.rand(7)]}
     with pytest.raises(NotImplementedError, match="output_dtype"):
         npu.npu_grouped_matmul([int8(7, 40)], [int8(3, 40, 6)], output_dtype=code, **given)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 import torch_pagoda.runtime.ops.npu
 from torch_pagoda.runtime.ops.npu import OPERATORS, registration
-from torch_pagoda.runtime.ops.npu.schemas import SCHEMAS
+from torch_pagoda.runtime.ops.npu.schemas import COMMON_NAMES, SCHEMAS
 
 from npu_operator_samples import Sample, all_samples
 
@@ -63,8 +63,9 @@ def test_every_schema_has_a_kernel_and_every_operator_a_sample():
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_kernels_name_arguments_of_the_schema(operator):
     arguments = {argument.name: argument for argument in overload(operator.name)._schema.arguments}
-    assert {*operator.takes, *operator.ignores, *operator.rename} <= arguments.keys()
-    named = {operator.rename.get(name, name) for name in arguments}
+    common = COMMON_NAMES.get(operator.name, {})
+    assert {*operator.takes, *operator.ignores, *common} <= arguments.keys()
+    named = {common.get(name, name) for name in arguments}
     reads = {}
     for function in (operator.record or operator.kernel, operator.fake):
         parameters = inspect.signature(function).parameters
@@ -72,7 +73,7 @@ def test_kernels_name_arguments_of_the_schema(operator):
         assert needed <= named, "it gets them all"
         reads |= parameters
     for name, argument in arguments.items():
-        known = operator.rename.get(name, name) in reads or name in (*operator.ignores, *operator.takes)
+        known = common.get(name, name) in reads or name in (*operator.ignores, *operator.takes)
         assert known or argument.has_default_value(), f"nothing says what {name} may be"
     assert not {*operator.ignores} & {*reads}
 

@@ -76,15 +76,24 @@ def test_rounds_once(dtype):
 @pytest.mark.parametrize(
     "call, match",
     [
-        (lambda x, t: npu.npu_rotary_mul(x[0], t, t), "3 or 4 dims"),
-        (lambda x, t: npu.npu_rotary_mul(x, t[..., :8], t), "r1 has shape"),
-        (lambda x, t: npu.npu_rotary_mul(x, t, t[:2]), "r2 has shape"),
-        (lambda x, t: npu.npu_rotary_mul(x, t.half(), t), "r1 has shape .* torch.float16"),
-        (lambda x, t: npu.npu_rotary_mul(x, t, t, "half", torch.eye(8)), "square, 64 a side"),
-        (lambda x, t: npu.npu_interleave_rope(x, t, t), r"it must be \[B, N, S, 64\]"),
-        (lambda x, t: npu.npu_interleave_rope(x[None, ..., :32], t[None, ..., :32], t[None]), r"S, 64\]"),
-        (lambda x, t: npu.npu_rotary_mul(WIDE, WIDE, WIDE), "input has heads of 896 dims; they must be below 896"),
-        (lambda x, t: npu.npu_interleave_rope(x[None], t[None].expand(1, 5, 3, 64), t[None]), "second dim must be 1"),
+        (lambda x, t: npu.npu_rotary_mul(x[0], t, t), "input has 2 dims; it must have 3 or 4"),
+        (lambda x, t: npu.npu_rotary_mul(x, t[..., :8], t), "r1 has 8 entries, a head 64 dims"),
+        (lambda x, t: npu.npu_rotary_mul(x, t, t[:2]), r"r2 \(2, 1, 64\) do not fit"),
+        (lambda x, t: npu.npu_rotary_mul(x, t.half(), t), "dtypes differ.* r1 torch.float16"),
+        (
+            lambda x, t: npu.npu_rotary_mul(x, t, t, "half", torch.eye(8)),
+            r"rotate \(8, 8\) do not fit .* rotate \[D, D\]",
+        ),
+        (lambda x, t: npu.npu_interleave_rope(x, t, t), "x has 3 dims; it must have 4"),
+        (
+            lambda x, t: npu.npu_interleave_rope(x[None, ..., :32], t[None, ..., :32], t[None]),
+            "dim -1 of x is 32; it must be 64",
+        ),
+        (lambda x, t: npu.npu_rotary_mul(WIDE, WIDE, WIDE), "dim -1 of input is 896; it must be below 896"),
+        (
+            lambda x, t: npu.npu_interleave_rope(x[None], t[None].expand(1, 5, 3, 64), t[None]),
+            "dim 1 of cos is 5; it must be 1",
+        ),
     ],
 )
 def test_refusals(call, match):

@@ -238,25 +238,25 @@ def attention(**changes: Any) -> Any:
 
 REFUSED = [
     (indexer, {"sparse_mode": 1}, ValueError, "sparse_mode is 1"),
-    (indexer, {"pre_tokens": 5}, ValueError, "pre_tokens 5"),
-    (indexer, {"sparse_count": 0}, ValueError, "sparse_count is 0"),
+    (indexer, {"pre_tokens": 5}, NotImplementedError, "pre_tokens=5"),
+    (indexer, {"sparse_count": 0}, ValueError, "0 keys are chosen"),
     (indexer, {"return_value": True}, NotImplementedError, "return_value"),
     (indexer, {"weights": torch.zeros(26, 2).double()}, ValueError, "do not fit"),
-    (indexer, {"weights": torch.zeros(26, HEADS).half()}, ValueError, "do not fit"),
+    (indexer, {"weights": torch.zeros(26, HEADS).half()}, ValueError, "weights is torch.float16"),
     (indexer, {"layout_key": "BSND"}, ValueError, "layout_query is 'TND'"),
     (indexer, {"block_table": None}, ValueError, "block_table is not right"),
     (indexer, {"actual_seq_lengths_key": torch.tensor(CONTEXTS)}, ValueError, "key is not right"),
     (indexer, {"actual_seq_lengths_query": torch.tensor([20, 25, 27]).int()}, ValueError, "3 sequences of queries"),
     (indexer, {"actual_seq_lengths_query": torch.tensor([20, 25, 25, 27]).int()}, ValueError, "rows 25 to 27"),
     (indexer, {"actual_seq_lengths_query": torch.tensor([20, 5, 0, 1]).int()}, ValueError, "sums of those before"),
-    (attention, {"attention_mode": 0}, ValueError, "attention_mode is 0"),
-    (attention, {"query_rope": None}, ValueError, "with query_rope and key_rope"),
+    (attention, {"attention_mode": 0}, NotImplementedError, "attention_mode=0"),
+    (attention, {"query_rope": None}, ValueError, "query_rope is None"),
     (attention, {"sparse_block_size": 2}, NotImplementedError, "sparse_block_size"),
     (attention, {"return_softmax_lse": True}, NotImplementedError, "return_softmax_lse"),
-    (attention, {"sparse_indices": torch.zeros(26, 1, 2).long()}, ValueError, "do not fit"),
+    (attention, {"sparse_indices": torch.zeros(26, 1, 2).long()}, ValueError, "sparse_indices is torch.int64"),
     (attention, {"sparse_indices": torch.full((26, 1, 2), 35).int()}, ValueError, "sparse_indices holds 35"),
     (attention, {"sparse_indices": torch.full((26, 1, 2), -2).int()}, ValueError, "sparse_indices holds -2"),
-    (attention, {"sinks": torch.zeros(HEADS).double()}, ValueError, "do not fit"),
+    (attention, {"sinks": torch.zeros(HEADS).double()}, ValueError, "sinks is torch.float64"),
 ]
 
 

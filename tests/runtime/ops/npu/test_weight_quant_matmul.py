@@ -82,13 +82,14 @@ def test_numbers_that_do_not_pack(numbers, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"antiquant_scale": torch.ones(3, N)}, "antiquant_scale is torch.float32"),
-        ({"antiquant_scale": torch.ones(N, 3).bfloat16()}, r"antiquant_scale is torch.bfloat16 \(16, 3\)"),
-        ({"antiquant_offset": torch.ones(N).bfloat16()}, "antiquant_offset is torch.bfloat16"),
+        ({"antiquant_scale": torch.ones(3, N)}, "dtypes differ: x torch.bfloat16, antiquant_scale torch.float32"),
+        ({"antiquant_scale": torch.ones(N, 3).bfloat16()}, r"antiquant_scale is \(16, 3\)"),
+        ({"antiquant_offset": torch.ones(N).bfloat16()}, r"antiquant_offset is \(16,\)"),
+        ({"weight": torch.zeros(K, N)}, "weight is torch.float32"),
         ({"bias": torch.ones(N).bfloat16()}, "bias is torch.bfloat16"),
-        ({"antiquant_group_size": 24}, "antiquant_group_size=24 is not a multiple of 32"),
-        ({"antiquant_group_size": 96}, "from 32 to 95"),
-        ({"weight": torch.zeros(K + 1, N, dtype=torch.int8)}, "must be"),
+        ({"antiquant_group_size": 24}, "groups of 24 of 96 inputs; a multiple of 32"),
+        ({"antiquant_group_size": 96}, "groups of 96 of 96 inputs"),
+        ({"weight": torch.zeros(K + 1, N, dtype=torch.int8)}, r"x is \(3, 96\) and weight \(97, 16\)"),
         ({"weight": torch.zeros(N, K // 8, dtype=torch.int32).t()}, "not contiguous"),
     ],
 )
@@ -104,8 +105,7 @@ def test_what_does_not_fit_is_refused(change, words):
     [
         ({"quant_scale": torch.ones(N)}, "quant_scale"),
         ({"inner_precise": 1}, "inner_precise"),
-        ({"antiquant_scale": torch.ones(N, dtype=torch.int64)}, "with float scales"),
-        ({"weight": torch.zeros(K, N)}, "weight is torch.float32"),
+        ({"antiquant_scale": torch.ones(N, dtype=torch.int64)}, "no antiquant_scale of torch.int64"),
     ],
 )
 def test_what_has_no_kernel_is_refused(change, words):
