@@ -59,5 +59,6 @@ def _conversations(messages: Any) -> list[Sequence[Message]]:
         if all(isinstance(entry, Sequence) and not isinstance(entry, str | bytes) and entry for entry in found):
             return found
     raise ValueError(
-        f"messages={messages!r} is not a conversation; use [{{'role': 'user', 'content': 'Hello'}}], or several"
+        f"messages={messages!r} is not a conversation; use [{{'role': 'user', 'content': 'Hello'}}], or "
+        "a list of such"
     )

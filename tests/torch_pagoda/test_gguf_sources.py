@@ -72,7 +72,7 @@ def test_each_way_to_name_a_file(folder: Path, tmp_path: Path, one_line: Callabl
     assert check_source(folder, argument="tokenizer") == str(path)
     for source, words in (
         (f"{folder}:other.gguf", "no such GGUF file"),
-        (f"{folder}:../{folder.name}/model.gguf", "no name of a file"),
+        (f"{folder}:../{folder.name}/model.gguf", "not the name of a file"),
         (tmp_path / "nothing.gguf", "does not exist"),
     ):
         with pytest.raises(ValueError) as error:
@@ -185,7 +185,7 @@ def test_factors_of_llama_3_are_those_that_transformers_computes(
     spoilt = rope_freqs(file_of(model, all_of("F32"), **said), [1.0] * 8 + [3.0] + [8.0] * 7)
     with pytest.raises(ValueError) as error:
         load_config(spoilt.write(tmp_path / "model.gguf"), False)
-    assert "not those of any llama 3 that is known" in one_line(error.value)
+    assert "match no known llama 3 model" in one_line(error.value)
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,6 @@ def test_a_kind_that_transformers_does_not_know_is_named(tmp_path: Path):
     del config["rope_parameters"]
     (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": {"type": "su", "factor": 2.0}}))
     with pytest.raises(
-        ValueError, match=r"rope_type is 'su', and transformers knows 'default', .*correct rope_scaling"
+        ValueError, match=r"rope_type is 'su', but transformers only knows 'default', .*correct rope_scaling"
     ):
         load_model(tmp_path, "float32", False, torch.device("cpu"))

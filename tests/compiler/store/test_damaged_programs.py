@@ -147,11 +147,11 @@ INT8 = {
 REFUSED = {
     "a view that reaches too far": (
         of_weight(lambda w, sizes, strides: (w, (sizes, (strides[0] + 1, strides[1])))),
-        "no view",
+        "not a view",
     ),
-    "a view of fewer elements": (of_weight(lambda w, sizes, strides: (w, ((1, *sizes[1:]), strides))), "no view"),
-    "a view backwards": (of_weight(lambda w, sizes, strides: (w, (sizes, (-1, 1)))), "no view"),
-    "a view of other dimensions": (of_weight(lambda w, sizes, strides: (w, (sizes, strides[:1]))), "no view"),
+    "a view of fewer elements": (of_weight(lambda w, sizes, strides: (w, ((1, *sizes[1:]), strides))), "not a view"),
+    "a view backwards": (of_weight(lambda w, sizes, strides: (w, (sizes, (-1, 1)))), "not a view"),
+    "a view of other dimensions": (of_weight(lambda w, sizes, strides: (w, (sizes, strides[:1]))), "not a view"),
     "a view of words": (of_weight(lambda w, sizes, strides: (w, ("ab", strides))), "weights"),
     "a weight that is a number": (of_weight(lambda w, sizes, strides: 3), "weights"),
     "a missing part": (lambda data: {k: v for k, v in data.items() if k != "report"}, "report"),

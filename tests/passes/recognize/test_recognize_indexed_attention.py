@@ -332,7 +332,7 @@ def test_more_keys_than_a_check_has_are_checked_with_fewer():
 def test_an_indexer_depends_on_the_batch_by_its_rounding():
     _, graph = passed(deepseek)
     (indexer,) = [n for n in graph.graph.nodes if n.target is lightning_indexer]
-    assert "products that depend on sizes" in _refusal(indexer)
+    assert "an order that depends on sizes" in _refusal(indexer)
 
 
 def test_drop_in_graphs_are_left_alone():

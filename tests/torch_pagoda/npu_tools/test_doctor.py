@@ -151,7 +151,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
             lambda m: setting(m, ASCEND_RT_VISIBLE_DEVICES="0,2"),
             *("visible devices", "names 2, and there are 2 devices", "name numbers below 2"),
         ),
-        (lambda m: setting(m, ASCEND_RT_VISIBLE_DEVICES="a"), "visible devices", "no list of numbers", "export"),
+        (lambda m: setting(m, ASCEND_RT_VISIBLE_DEVICES="a"), "visible devices", "not a list of numbers", "export"),
         (
             lambda m: replace(
                 m, run=answers(SMI.replace("910B3               | OK     ", "910B3               | Alarm  "))

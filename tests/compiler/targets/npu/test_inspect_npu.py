@@ -321,7 +321,7 @@ def test_without_a_toolchain_the_report_says_how_to_get_it(llama: Any, monkeypat
     assert "pagoda npu setup" in report.unavailable
     assert report.launches_per_layer is None and report.to_dict()["launches_per_layer"] is None
     assert (
-        "no class of transformers"
+        "not a class of transformers"
         in npu_graph.graph_engine_report(torch.nn.Linear(1, 1), (), CompileOptions()).unavailable
     )
 

@@ -173,7 +173,7 @@ def test_parts_that_do_not_fit(part: dict[str, torch.Tensor | None], word: str) 
     ],
 )
 def test_formats_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no weight format"):
+    with pytest.raises(ValueError, match=r"not a weight format"):
         WeightFormat.parse(text)
 
 
