@@ -70,7 +70,7 @@ def test_openais_forms_are_made_plain(llm: pagoda.LLM) -> None:
         (ASKS, {"continue_final_message": True}, ["add_generation_prompt=False"]),
         ("hello", {}, ["messages='hello'"]),
         ([], {}, ["messages=[]"]),
-        ([ASKS, []], {}, ["no conversation"]),
+        ([ASKS, []], {}, ["not a conversation"]),
         ([{"content": "x"}], {}, ["messages[0][0]"]),
         ([{"role": "user", "content": [{"type": "image_url"}]}], {}, ["image_url", "text"]),
         ([{"role": "user", "content": 3}], {}, ["content", "3"]),

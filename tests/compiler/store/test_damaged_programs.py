@@ -177,7 +177,7 @@ REFUSED = {
     "no logits": (put("linkage", "vocab_size", 0), "0 columns"),
     "no positions": (put("linkage", "max_model_len", 0), "0 positions"),
     "blocks of a size": (put("linkage", "block_size", 16), "blocks of any size"),
-    "what is read and no input": (put("linkage", "read", lambda x: [*x, "no_input"]), "no input"),
+    "what is read and no input": (put("linkage", "read", lambda x: [*x, "no_input"]), "not an input"),
     "rows of what there is not": (put("linkage", "merged", {"input_ids": ("nothing",)}), "."),
     "what is packed and no weight": (put("linkage", "packed", 0, lambda p: {**p, "name": "input_ids"}), "no weight"),
     "three bits": (
@@ -206,7 +206,7 @@ REFUSED = {
         ),
         "input_scale=nan",
     ),
-    "what is folded of nothing": (put("linkage", "folded", ("nothing",)), "no constant"),
+    "what is folded of nothing": (put("linkage", "folded", ("nothing",)), "not a constant"),
     "digests of nothing": (lambda d: {**d, "digests": {"x": "0"}}, "the digests are not"),
     "a tensor elsewhere": (lambda d: {**d, "tensors": {"x": torch.ones(1, device="meta")}}, "tensors"),
     "a sparse tensor": (lambda d: {**d, "tensors": {"x": torch.ones(1).to_sparse()}}, "tensors"),

@@ -54,7 +54,7 @@ def test_classify_reads_alibi_slopes(dtype, anchor):
         (causal(20) | (indices(20)[1] < 5), "later tokens"),
         (torch.stack([causal(20), causal(20) & (indices(20)[0] - indices(20)[1] < 3)]), "between heads"),
         (causal(20) & ((indices(20)[0] - indices(20)[1]) % 2 == 0), "neither"),
-        (torch.randn(20, 20).masked_fill(~causal(20), -1e9), "no ALiBi"),
+        (torch.randn(20, 20).masked_fill(~causal(20), -1e9), "not an ALiBi"),
     ],
     ids=["bidirectional", "prefix", "per head", "strided", "learned bias"],
 )
