@@ -138,7 +138,7 @@ def test_paged_caches():
     rows = {"query": torch.randn(2, 1, HEADS * DIM), "input_layout": "BSH", "actual_seq_lengths": None}
     assert_refuses("queries, not BSH", packed(key=by_head, value=by_head, **rows))
     nz = by_token.unflatten(3, (-1, 16)).permute(0, 2, 3, 1, 4).contiguous()
-    assert_refuses("only for MLA", packed(key=nz, value=nz))
+    assert_refuses("FRACTAL_NZ is for int8 and for MLA", packed(key=nz, value=nz))
 
 
 @pytest.mark.parametrize("block", [-1, 4])
