@@ -258,7 +258,11 @@ USER = {"role": "user", "content": "Hi"}
             "input[0].content[1].type",
             "'input_image' is not served",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "not a text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input[0].content[0].text",
+            "not a text",
+        ),
         ({"input": [{"role": "user", "content": None}]}, "input[0].content", "not content"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "not a text"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output", "not content"),
