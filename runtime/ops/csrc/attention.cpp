@@ -6,7 +6,7 @@
 
 #include <atomic>
 
-#include "int8.h"
+#include "int8_rows.h"
 #include "plan.h"
 
 struct AttentionArguments {

@@ -1,4 +1,4 @@
-// Fetching weights from memory before they are read.
+// Fetching from memory what is read next: weights in loops over them, and runs of bytes here and there (a cache).
 #pragma once
 
 #include <algorithm>
@@ -37,3 +37,40 @@ static inline Fetch fetch_of_piece(const void* begin, const void* next, int64_t 
   const int64_t part = (lines + pieces - 1) / pieces;
   return {(const char*)next + piece * part * rounds * kLine, std::clamp<int64_t>(lines - piece * part, 0, part)};
 }
+
+// Asks for the cache lines that will be needed next, a few at a time: a burst of requests is dropped or
+// stalls the processor, spread over the arithmetic they cost little. The lines come as runs of bytes.
+struct Prefetcher {
+  struct Run {
+    const char* at;
+    const char* end;
+  };
+  static constexpr int kMaxRuns = 128;
+  Run runs[kMaxRuns];
+  int count, next_run, lines_per_step;
+  Run current;
+
+  void clear() {
+    count = next_run = lines_per_step = 0;
+    current = Run{nullptr, nullptr};
+  }
+  void add(const char* from, int64_t bytes) {
+    if (count < kMaxRuns) runs[count++] = Run{from, from + bytes};
+  }
+  // Share out what was added over `steps` steps of the inner loops to come.
+  void spread(int64_t steps) {
+    int64_t lines = 0;
+    for (int i = 0; i < count; ++i) lines += (runs[i].end - runs[i].at + 63) / 64;
+    lines_per_step = (int)((lines + steps - 1) / steps);
+    if (count) current = runs[next_run++];
+  }
+  Run next() {
+    return next_run < count ? runs[next_run++] : Run{nullptr, nullptr};
+  }
+  void step() {
+    if (current.at == current.end) return;
+    for (int i = 0; i < lines_per_step; ++i) __builtin_prefetch(current.at + i * 64, 0, 2);
+    current.at += lines_per_step * 64;
+    if (current.at >= current.end) current = next();
+  }
+};

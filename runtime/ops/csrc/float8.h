@@ -1,4 +1,4 @@
-// Products of rows of floats with panels of weights in e4m3 (OCP FP8: a sign, 4 bits of exponent around 7, 3 of
+// Products of rows of floats with panels of weights in fp8, e4m3 (OCP FP8: a sign, 4 bits of exponent around 7, 3 of
 // mantissa) whose steps are [32 (input / 2)][64 (output)][2 (input % 2)]. Each is a number of bf16, too.
 //
 // Rows of bf16 are multiplied as bf16 where the processor does that and has tables of 128 bytes, else all as floats.

@@ -4,6 +4,7 @@
 // [rows][K/2] pairs and B is [K/2][N] pairs of bf16 that lie in one 32-bit lane, as vdpbf16ps wants them.
 #pragma once
 
+#include "tiles.h"
 #include "vector.h"
 
 struct Float {
@@ -27,45 +28,6 @@ struct Bf16 {
   }
 };
 #endif
-
-// Asks for the cache lines that will be needed next, a few at a time: a burst of requests is dropped or
-// stalls the processor, spread over the arithmetic they cost little. The lines come as runs of bytes.
-struct Prefetcher {
-  struct Run {
-    const char* at;
-    const char* end;
-  };
-  static constexpr int kMaxRuns = 128;
-  Run runs[kMaxRuns];
-  int count, next_run, lines_per_step;
-  Run current;
-
-  void clear() {
-    count = next_run = lines_per_step = 0;
-    current = Run{nullptr, nullptr};
-  }
-  void add(const char* from, int64_t bytes) {
-    if (count < kMaxRuns) runs[count++] = Run{from, from + bytes};
-  }
-  // Share out what was added over `steps` steps of the inner loops to come.
-  void spread(int64_t steps) {
-    int64_t lines = 0;
-    for (int i = 0; i < count; ++i) lines += (runs[i].end - runs[i].at + 63) / 64;
-    lines_per_step = (int)((lines + steps - 1) / steps);
-    if (count) current = runs[next_run++];
-  }
-  Run next() {
-    return next_run < count ? runs[next_run++] : Run{nullptr, nullptr};
-  }
-  void step() {
-    if (current.at == current.end) return;
-    for (int i = 0; i < lines_per_step; ++i) __builtin_prefetch(current.at + i * 64, 0, 2);
-    current.at += lines_per_step * 64;
-    if (current.at >= current.end) current = next();
-  }
-};
-
-#include "tiles.h"
 
 constexpr int kMaxRows = 6;                          // rows x vectors of accumulators fill the register file
 constexpr int kMaxVectors = kRegisters == 32 ? 4 : 2;

@@ -2,10 +2,10 @@
 //
 // A panel is its groups of inputs; a group is its head, 64 scales (float) and, where each has a zero of its own, 64
 // bytes with those, or 64 offsets (float), then its steps of 64 inputs. Groups of 32 or 16 inputs share a step, with
-// their heads in front. A step of whole numbers holds four tiles of 16 outputs; a tile is [16][16][4]: input / 4, output,
+// their heads in front. A step of integers holds four tiles of 16 outputs; a tile is [16][16][4]: input / 4, output,
 // input % 4, which vpdpbusd and AMX take alike. The numbers are stored unsigned, the zero in the middle unless the head
-// says otherwise. Of 4 bits each, rows i and i + 8 of a tile share 64 bytes, row i in the low halves. A step of floats of
-// 8 bits is [32][64][2]: input / 2, output, input % 2. Missing inputs and outputs are zeros.
+// says otherwise. Of int4, rows i and i + 8 of a tile share 64 bytes, row i in the low halves. A step of fp8 is
+// [32][64][2]: input / 2, output, input % 2. Missing inputs and outputs are zeros.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +14,10 @@
 
 constexpr int64_t kPanel = 64;  // outputs
 constexpr int64_t kStep = 64;   // inputs
-constexpr int64_t kStepBytes = kPanel * kStep;  // of 8 bits each
+constexpr int64_t kStepBytes = kPanel * kStep;  // of int8
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);
 
-// What weights of 8 bits are xored with where products take signed numbers alone, which also takes their zero away.
+// What int8 weights are xored with where products take signed numbers alone, which also takes their zero away.
 #if defined(PAGODA_ARM_DOT) && !defined(PAGODA_ARM_I8MM)
 constexpr uint8_t kFlip = 128;
 #else

@@ -1,30 +1,30 @@
 // CPU kernel of pagoda::quantized_linear (its Python twin is in quantized_linear.py; keep them in step): weights are
-// whole numbers of 8 or 4 bits, or floats of 8, with a scale per output and group of inputs, laid out in panels (see
-// panels.h).
+// int8, int4 or fp8 (fp4 is read as int4 by a table) with a scale per output and group of inputs, laid out in panels
+// (see panels.h).
 //
 // The columns of a weight may be stored in another order, in which the inputs are read then. Inputs are rounded to 8 or
 // 16 bits with a scale per row and group, or step where groups share these, those of 16 as two rows of 8; or to 8 with
 // one per row; or to 8 with a scale and an offset that are given, whose numbers have 9 bits without the offset and are
 // two rows, too. Products and their sums within a group are exact then, and groups are added in their order: a row's
-// result depends neither on how many rows there are nor on the instructions at hand. Inputs of weights that are floats
-// of 8 bits are not rounded (see float8.h).
+// result depends neither on how many rows there are nor on the instructions at hand. Inputs of fp8 weights are not
+// rounded (see float8.h).
 
 #include "fetch.h"
 #include "float8.h"
-#include "int8.h"
-#include "integers.h"
+#include "int8_rows.h"
 #include "rows.h"
 #include "scratch.h"
 #include "shares.h"
 #include "split_groups.h"
+#include "weight_integers.h"
 
 #include <vector>
 
-// What the codes of weights are: whole numbers, or floats of 8 bits (e4m3) or of 4 (e2m1), or whole numbers in groups
-// that share a step and have offsets.
+// What the codes of weights are: integers (int8, int4), fp8 (e4m3), fp4 (e2m1), or integers in groups that share a step
+// and have offsets.
 enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2, kAffine = 3 };
 
-// Twice the floats of 4 bits, and 12.
+// Twice the fp4 numbers, and 12.
 static constexpr uint8_t kFloat4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr int32_t kFloat4Zero = 12;
 
@@ -82,13 +82,13 @@ static void scaled_zeros_of(float* zeros, const QuantizedLinearArguments& a, con
   for (int64_t n = 0; n < kPanel; ++n) zeros[n] = (float)own[n] * scales[n];
 }
 
-// The input as whole numbers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
+// The input as integers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
 struct Inputs {
   int64_t columns;  // a multiple of kStep
   int64_t parts;    // rows of int8 of each row
   int8_t* integers;
   float* scales;  // [rows][groups]
-  // Of the whole numbers, times the zero where all weights have the same: [rows][parts][groups]. Where groups share a
+  // Of the integers, times the zero where all weights have the same: [rows][parts][groups]. Where groups share a
   // step [rows][groups][heads], of the numbers of 16 bits, and times minus the zero.
   int32_t* sums;
 };

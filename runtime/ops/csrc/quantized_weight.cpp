@@ -1,7 +1,7 @@
-// Rounds a matrix to whole numbers of 8 or 4 bits and lays it out in panels (see panels.h; the Python twin is in
+// Rounds a matrix to int8 or int4 and lays it out in panels (see panels.h; the Python twin is in
 // quantized_weight.py).
 
-#include "int8.h"
+#include "int8_rows.h"
 #include "panels.h"
 #include "rows.h"
 
@@ -31,7 +31,7 @@ float farthest(const float* x, int64_t n) {
   return best;
 }
 
-// Sums of x q and q q over n entries, q = x * inverse as a whole number of 4 bits.
+// Sums of x q and q q over n entries, q = x * inverse as int4.
 void correlate(const float* x, int64_t n, float inverse, float* products, float* squares) {
   vfloat xq{}, qq{};
   for (int64_t i = 0; i < n; i += kLanes) {

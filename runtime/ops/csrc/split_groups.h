@@ -1,9 +1,9 @@
-// Exact products of rows of int8 with the whole numbers of a panel whose groups of 32 or 16 inputs share a step: as
-// those of integers.h, with sums of their own for each group of a step. Numbers of 16 bits times weights of 32 inputs or
-// fewer fit into 32 bits, so that the sums of their two rows of int8 are put together here.
+// Exact products of rows of int8 with the int8 or int4 weights of a panel whose groups of 32 or 16 inputs share a
+// step: as those of weight_integers.h, with sums of their own for each group of a step. Numbers of 16 bits times
+// weights of 32 inputs or fewer fit into 32 bits, so that the sums of their two rows of int8 are put together here.
 #pragma once
 
-#include "integers.h"
+#include "weight_integers.h"
 
 constexpr int64_t kSplitSteps = 2;  // whose sums stay in the first cache
 
@@ -20,7 +20,7 @@ struct Split {
 };
 
 #if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
-// Numbers of 4 bits as bytes: themselves, or what a table of 16 says.
+// int4 numbers as bytes: themselves, or what a table of 16 says.
 template <bool kTable>
 static inline __m512i looked_up(__m512i numbers, __m512i table) {
   return kTable ? _mm512_shuffle_epi8(table, numbers) : numbers;
@@ -32,7 +32,7 @@ static inline __m512i whole(const __m512i* parts, int64_t stride) {
   return kParts == 1 ? parts[0] : _mm512_add_epi32(_mm512_slli_epi32(parts[0], 8), parts[stride]);
 }
 
-// Of weights of 4 bits, read in the order in which they lie, but for the heads between them: processors that fetch ahead
+// Of int4 weights, read in the order in which they lie, but for the heads between them: processors that fetch ahead
 // by themselves lose the track there, so that this does it.
 template <int R, int kParts, int kHeads, bool kTable>
 static void split_rows_in_order(const Split& a, const uint8_t* table) {
@@ -81,7 +81,7 @@ static void split_rows_in_order(const Split& a, const uint8_t* table) {
   }
 }
 
-// One group of weights of 8 bits, whose four tiles share each broadcast of the input. A function of its own and all
+// One group of int8 weights, whose four tiles share each broadcast of the input. A function of its own and all
 // unrolled, because inside of loops the compiler keeps some of the sums in memory.
 template <int R, int kParts, int64_t kRun>
 __attribute__((noinline)) static void group_rows(const int8_t* x, int64_t x_stride, const uint8_t* w,
@@ -197,7 +197,7 @@ static void join_parts(const Split& a, int64_t rows, int64_t each) {
     }
 }
 
-// Rows of int8 that read weights of 4 bits as they are stored; for more they are widened.
+// Rows of int8 that read int4 weights as they are stored; for more they are widened.
 static inline bool splits_in_order(int64_t bits, int64_t rows) {
 #if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
   return bits == 4 && rows <= kRowsInOrder;
@@ -206,8 +206,8 @@ static inline bool splits_in_order(int64_t bits, int64_t rows) {
 #endif
 }
 
-// Of at most `integer_piece` rows; returns how many rows of `to` each group has. Weights have 8 bits but where
-// `in_order`, which reads those of 4 bits with a table of what their numbers are, or null.
+// Of at most `integer_piece` rows; returns how many rows of `to` each group has. Weights are int8 but where
+// `in_order`, which reads int4 ones with a table of what their numbers are, or null.
 template <int kParts, int kHeads>
 static int64_t split_products(const Split& a, int64_t rows, bool tiles, bool in_order, const uint8_t* table) {
   constexpr int kMost = kMaxIntegerRows / kParts;

@@ -2,6 +2,7 @@
 // instruction, which takes operands in the very layout that `Bf16` has.
 #pragma once
 
+#include "fetch.h"
 #include "vector.h"
 
 #if defined(PAGODA_BF16) && defined(__AMX_BF16__) && defined(__linux__)

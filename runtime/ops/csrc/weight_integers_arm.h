@@ -1,11 +1,12 @@
-// Products of `integer_rows` (see integers.h) with ARM's dot products and, where there are any, its products of 2 x 8 by
-// 8 x 2 numbers. Of the dot products the oldest take signed numbers alone: weights of 8 bits lose their zero in them.
+// Products of `integer_rows` (see weight_integers.h) with ARM's dot products and, where there are any, its products of
+// 2 x 8 by 8 x 2 numbers. Of the dot products the oldest take signed numbers alone: int8 weights lose their zero in
+// them.
 #pragma once
 
 #include "fetch.h"
 #include "panels.h"
 
-// Rows i to i + 3 of a tile, a row of 16 outputs and 4 inputs in 4 vectors; kHigh: of 4 bits, those in the high halves.
+// Rows i to i + 3 of a tile, a row of 16 outputs and 4 inputs in 4 vectors; kHigh: of int4, those in the high halves.
 template <int kBits, bool kHigh>
 static inline uint8x16_t four_weights(const uint8_t* w) {
   const uint8x16_t stored = vld1q_u8(w);

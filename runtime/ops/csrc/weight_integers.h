@@ -1,4 +1,4 @@
-// Exact products of rows of int8 with the whole numbers of a panel.
+// Exact products of rows of int8 with the int8 weights of a panel; int4 weights are widened to a byte each for them.
 #pragma once
 
 #include "fetch.h"
@@ -107,7 +107,7 @@ static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, in
     for (int t = 0; t < 4; ++t) _mm512_storeu_si512(to + r * kPanel + t * 16, sums[r][t]);
 }
 #elif defined(PAGODA_ARM_DOT)
-#include "integers_arm.h"
+#include "weight_integers_arm.h"
 #else
 template <int R, int kBits, bool>
 static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to, Fetch) {
@@ -132,7 +132,7 @@ static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, in
 #endif
 
 #if defined(PAGODA_INT8_TILES)
-// The same for 16 or 32 rows of 8-bit weights.
+// The same for 16 or 32 rows, of int8 weights.
 static void integer_tiles(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to,
                           bool two) {
   constexpr int64_t kTile = kStepBytes / 4;
@@ -171,7 +171,7 @@ static inline int64_t integer_piece(int64_t left, int64_t parts, bool tiles) {
   return tiles ? std::min(left, kTiledRows / parts) : equal_piece(left, kMaxIntegerRows / parts);
 }
 
-// sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights have 8 bits, rows
+// sums[r][n] = sum_k x[r][k] w[k][n] of at most `integer_piece` rows. On tiles, whose weights are int8, rows
 // of x up to a multiple of 16 are read and as many of `sums` are written. once: nobody reads these weights again.
 template <int kBits>
 static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* sums,
@@ -188,7 +188,7 @@ static void integer_products(const int8_t* x, int64_t x_stride, const uint8_t* w
   (once && rows <= kRowsInOrder ? in_order : by_rows)[rows - 1](x, x_stride, w, steps, sums, fetch);
 }
 
-// 64 numbers of 4 bits, a byte each, become what a table says of them.
+// 64 int4 numbers, a byte each, become what a table says of them.
 static inline void look_up(uint8_t* numbers, const uint8_t* table) {
 #if defined(PAGODA_AVX512)
   const __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table));
@@ -206,7 +206,7 @@ static inline void look_up(uint8_t* numbers, const uint8_t* table) {
 #endif
 }
 
-// Weights of 4 bits, a byte each, for the products of those of 8 bits; with a table, what it says of them.
+// int4 weights, a byte each, for the products of int8; with a table (fp4), what it says of them.
 static void widen_steps(uint8_t* to, const uint8_t* from, int64_t steps, const uint8_t* table = nullptr) {
   for (int64_t i = 0; i < steps * kStepBytes / 1024; ++i, to += 1024)
     for (int j = 0; j < 512; j += 64, from += 64) {
