@@ -19,7 +19,7 @@ from fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "examples" / "tiny-pydoc"
-CHATML = Path(__file__).with_name("chatml.jinja")
+CHATML = Path(__file__).parents[3] / "examples" / "chatml.jinja"
 
 
 @pytest.fixture(scope="session")

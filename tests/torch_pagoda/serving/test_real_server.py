@@ -19,7 +19,7 @@ from torch_pagoda import LLM, SamplingParams
 
 from served import MODEL, PATIENCE, Served, read_all, read_until
 
-CHATML = Path(__file__).with_name("chatml.jinja")
+CHATML = Path(__file__).parents[3] / "examples" / "chatml.jinja"
 OPTIONS = (
     *("--chat-template", str(CHATML), "--served-model-name", "tiny", "--max-num-seqs", "4", "--max-queue", "4"),
     *("--max-model-len", "512", "--header-timeout", "1", "--body-timeout", "1"),
