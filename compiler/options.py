@@ -221,7 +221,7 @@ def _check_kv_cache_dtype(given: object) -> None:
 
 
 def _american(name: str, known: Sequence[str]) -> str:
-    """Name of a pass that was spelled as passes were before (``quantize_linears``); others as they are."""
+    """Name of a pass that was spelled as passes were before (``quantise_linears``); others as they are."""
     new = re.sub("(recogn|quant)is", r"\1iz", str(name))
     if new == name or name in known or new not in known:
         return name

@@ -138,8 +138,8 @@ def test_sizes_are_read_as_bytes() -> None:
 
 
 def test_passes_take_their_british_names_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="'quantize_linears' is called 'quantize_linears' now"):
-        options = CompileOptions(passes={"skip": ["quantize_linears", "merge_linears"]})
+    with pytest.warns(DeprecationWarning, match="'quantise_linears' is called 'quantize_linears' now"):
+        options = CompileOptions(passes={"skip": ["quantise_linears", "merge_linears"]})
     assert options.passes == {"skip": ["quantize_linears", "merge_linears"]}
-    with pytest.raises(ValueError, match="unknown pass 'quantize_everything'"):
-        CompileOptions(passes={"skip": ["quantize_everything"]})
+    with pytest.raises(ValueError, match="unknown pass 'quantise_everything'"):
+        CompileOptions(passes={"skip": ["quantise_everything"]})
