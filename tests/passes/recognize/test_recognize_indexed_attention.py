@@ -187,12 +187,15 @@ def of_other_keys(m, q, k, v, pos, mask):
 
 
 NEAR_MISSES = {
-    "no relu": (scored_by(lambda m, pos, *given: score(*given, relu=lambda x: x)), "no weighted sum of relu"),
-    "relu squared": (scored_by(lambda m, pos, *given: score(*given, relu=lambda x: F.relu(x) ** 2)), "no weighted"),
-    "gelu": (scored_by(lambda m, pos, *given: score(*given, relu=F.gelu)), "no weighted sum of relu"),
-    "negative scale": (scored_by(lambda m, pos, *given: score(*given, scale=-0.25)), "no weighted sum of relu"),
-    "weights before relu": (scored_by(weights_before_relu), "no weighted sum of relu"),
-    "negative sum": (scored_by(lambda m, pos, *given: -score(*given)), "no weighted sum of relu"),
+    "no relu": (scored_by(lambda m, pos, *given: score(*given, relu=lambda x: x)), "not a weighted sum of relu"),
+    "relu squared": (
+        scored_by(lambda m, pos, *given: score(*given, relu=lambda x: F.relu(x) ** 2)),
+        "not a weighted",
+    ),
+    "gelu": (scored_by(lambda m, pos, *given: score(*given, relu=F.gelu)), "not a weighted sum of relu"),
+    "negative scale": (scored_by(lambda m, pos, *given: score(*given, scale=-0.25)), "not a weighted sum of relu"),
+    "weights before relu": (scored_by(weights_before_relu), "not a weighted sum of relu"),
+    "negative sum": (scored_by(lambda m, pos, *given: -score(*given)), "not a weighted sum of relu"),
     "recency": (
         scored_by(lambda m, pos, *given: score(*given) + 0.1 * pos[:, None, :]),
         "4 tensors make the scores",

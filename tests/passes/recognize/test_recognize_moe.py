@@ -361,29 +361,29 @@ NEAR_MISSES = {
     "the output is scaled by a parameter": (scaled_output, "it reads"),
     "an activation that has no name": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: torch.tanh(y[..., :INNER]) * y[..., INNER:]),
-        "no activation that the operator knows",
+        "not an activation that the operator knows",
     ),
     "nearly an activation": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:] * 1.001),
-        "no activation that the operator knows",
+        "not an activation that the operator knows",
     ),
     "a limit from below": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:].clamp(min=-16)),
-        "no activation that the operator knows",
+        "not an activation that the operator knows",
     ),
     "a limit of the scaled up": (
         lambda m, x: sorted_experts(
             m, x, middle=lambda y: F.silu(y[..., :INNER]) * (y[..., INNER:] / 64).clamp(-4, 4) * 64
         ),
-        "no activation that the operator knows",
+        "not an activation that the operator knows",
     ),
     "a limit by a comparison": (
         lambda m, x: sorted_experts(
             m, x, middle=lambda y: F.silu(y[..., :INNER]) * torch.where(y[..., INNER:] > 16, 16, y[..., INNER:])
         ),
-        "no activation that the operator knows",
+        "not an activation that the operator knows",
     ),
-    "experts that were not chosen add something": (biased_all_experts, "no activation that the operator knows"),
+    "experts that were not chosen add something": (biased_all_experts, "not an activation that the operator knows"),
     "one product": (one_product, "no second product"),
 }
 

@@ -159,7 +159,7 @@ def test_both_graphs_have_the_same_inputs_and_write_alike():
     traced, decode = both()
     names = [node.name for node in traced.placeholders]
     assert [node.name for node in decode.placeholders] == names and {"kv_lens", "query_lens"} <= set(names)
-    kernels = [call for _, call in npu_calls(decode, decode.npu) if call.overload is KERNEL]
+    kernels = [node for node, _ in npu_calls(decode, decode.npu) if node.target is KERNEL]
     assert len(kernels) == len(traced.caches) and not [n for n in traced.graph.nodes if n.target is KERNEL]
     for graph in (traced, decode):
         for index, spec in enumerate(graph.caches):

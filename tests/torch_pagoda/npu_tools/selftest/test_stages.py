@@ -34,7 +34,7 @@ from torch_pagoda.npu_tools.selftest.worker import Items
 
 from legal_models import build_legal_model
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 ASKED = Asked("nowhere", max_num_seqs=3, max_num_batched_tokens=16, block_size=16)
 
 

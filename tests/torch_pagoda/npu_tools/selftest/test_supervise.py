@@ -20,7 +20,7 @@ from torch_pagoda.npu_tools.selftest.report import Report
 from torch_pagoda.npu_tools.selftest.selftest import run_selftest
 from torch_pagoda.npu_tools.selftest.supervise import PREPARE, Stage, run_stage
 
-SUPPORT = Path(__file__).parents[2] / "support"
+SUPPORT = Path(__file__).parents[3] / "support"
 
 
 @pytest.fixture(autouse=True)
