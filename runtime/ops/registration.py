@@ -83,7 +83,8 @@ def register_operator(
         # flexible_layout: every kernel takes any strides; inductor need not copy an input to restore its layout.
         _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout))
     overload: torch._ops.OpOverload = getattr(namespace, name).default
-    OPERATORS[overload] = Operator(reference, cpu, facts)
+    # As in the dispatcher, the first registration stays.
+    OPERATORS.setdefault(overload, Operator(reference, cpu, facts))
     if known:
         return overload
 
