@@ -102,7 +102,7 @@ def test_one_prompt_needs_no_list(expected: list[list[int]]) -> None:
 
 def test_progress_reaches_the_total() -> None:
     seen: list[Progress] = []
-    make_engine(max_num_seqs=2).generate(PROMPTS, greedy(4), seen.append)
+    make_engine(max_num_seqs=2).generate(PROMPTS, greedy(4), on_progress=seen.append)
     assert seen[-1] == Progress(finished=5, total=5, generated_tokens=20)
     assert [p.finished for p in seen] == sorted(p.finished for p in seen)
     assert [p.generated_tokens for p in seen] == sorted(p.generated_tokens for p in seen)
@@ -116,7 +116,7 @@ def test_a_callback_that_raises_frees_everything(expected: list[list[int]]) -> N
             raise LookupError("enough")
 
     with pytest.raises(LookupError, match="enough"):
-        engine.generate(PROMPTS, greedy(), fail)
+        engine.generate(PROMPTS, greedy(), on_progress=fail)
     assert_idle(engine)
     assert tokens(engine.generate(PROMPTS, greedy(12))) == expected
 
@@ -382,7 +382,7 @@ def test_cancel_from_the_callback_of_generate(expected: list[list[int]]) -> None
         if engine._core.state.submissions:
             engine.cancel(min(engine._core.state.submissions, key=int))
 
-    outputs = engine.generate(PROMPTS, greedy(12), cancel_first)
+    outputs = engine.generate(PROMPTS, greedy(12), on_progress=cancel_first)
     assert all(output.finished for output in outputs)
     assert outputs[0].outputs[0].finish_reason == "cancelled"
     for output, want in zip(outputs, expected, strict=True):

@@ -85,7 +85,7 @@ def search_checked(engine: Engine, prompts: Any = PROMPTS, params: Any = PARAMS)
     def check(progress: Progress) -> None:
         engine.batcher.check()
 
-    outputs = engine.beam_search(prompts, params, check)
+    outputs = engine.beam_search(prompts, params, on_progress=check)
     assert_idle(engine)
     return outputs
 
@@ -323,7 +323,7 @@ def test_a_callback_that_raises_frees_everything() -> None:
                 raise LookupError("enough")
 
         with pytest.raises(LookupError, match="enough"):
-            engine.beam_search(PROMPTS, PARAMS, fail)
+            engine.beam_search(PROMPTS, PARAMS, on_progress=fail)
         assert_idle(engine)
     assert_found(search_checked(engine), PROMPTS)
 
@@ -516,7 +516,7 @@ def test_a_search_survives_the_interrupts_of_others(
         nonlocal lines
         lines += run_traced(engine.step, functions=functions)
 
-    assert_found(engine.beam_search(prompts, params, measure), prompts, params)
+    assert_found(engine.beam_search(prompts, params, on_progress=measure), prompts, params)
     places = range(24) if num_places is None else range(0, lines, lines // num_places)
     interrupted = 0
     for place in places:
@@ -531,6 +531,6 @@ def test_a_search_survives_the_interrupts_of_others(
                     interrupted += 1
                     left = None
 
-        assert_found(engine.beam_search(prompts, params, disturb), prompts, params)
+        assert_found(engine.beam_search(prompts, params, on_progress=disturb), prompts, params)
         assert_idle(engine)
     assert interrupted > len(places) / 2

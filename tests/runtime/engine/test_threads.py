@@ -224,7 +224,7 @@ def test_two_calls_of_generate_run_in_one_batch() -> None:
                 first = False
                 begun.wait(SECONDS)
 
-        engine.generate([prompt], params, meet)
+        engine.generate([prompt], params, on_progress=meet)
 
     run_threads(lambda: generate(PROMPTS[0]), lambda: generate(PROMPTS[3]))
     # At most a few steps hold one of them alone: before the other came, and after it left.
@@ -356,7 +356,7 @@ def test_callbacks_and_open_streams_may_call(expected: list[list[int]]) -> None:
 
     stream = engine.stream(PROMPTS[2], GREEDY)
     got = list(next(stream).token_ids)
-    outputs = engine.generate(PROMPTS[:2], GREEDY, call)
+    outputs = engine.generate(PROMPTS[:2], GREEDY, on_progress=call)
     assert [output.outputs[0].token_ids for output in outputs] == expected[:2]
     assert nested == [expected[3]] * 2
     assert got + [token for piece in stream for token in piece.token_ids] == expected[2]
