@@ -133,10 +133,6 @@ class LLM(Engine):
         )
         return self.generate(prompts, sampling_params, **terms)
 
-    def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none; ``dataclasses.replace`` makes others of them."""
-        return self.default_params
-
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer in use.
 

@@ -58,7 +58,7 @@ class Engine(EngineBase):
         Args:
             prompts: texts, token ids (lists of int, or 1-d tensors), or dicts of these, ``{"prompt": text}`` or
                 ``{"prompt_token_ids": ids}``; or a single one.
-            sampling_params: for all prompts, or one per prompt; by default those that the engine was given, which
+            sampling_params: for all prompts, or one per prompt; by default :meth:`get_default_sampling_params`, which
                 given ones replace as a whole.
             priority: lower comes first under ``policy="priority"``; this and the next three for all prompts, or a
                 list with one for each.
@@ -80,7 +80,7 @@ class Engine(EngineBase):
         self._check_usable()
         batch = as_batch(prompts)
         options = options_for(len(batch), priority=priority, client=client, deadline=deadline, cache_salt=cache_salt)
-        checked = check_batch(batch, sampling_params, self.tokenizer, self.limits, self.default_params)
+        checked = check_batch(batch, sampling_params, self.tokenizer, self.limits, self._default_params)
         prepare = [
             partial(self._prepare, prompt, params, self._grammar(params, i), None, own, is_private=True)
             for i, ((prompt, params), own) in enumerate(zip(checked, options, strict=True))
@@ -256,7 +256,7 @@ class Engine(EngineBase):
             QueueFull: not all of them have room in the queue.
         """
         self._core.turns.check_process()
-        checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits, self.default_params)
+        checked = check_batch(prompts, sampling_params, self.tokenizer, self.limits, self._default_params)
         names: Sequence[str | None] = [None] * len(checked) if request_ids is None else request_ids
         if len(names) != len(checked):
             raise ValueError(f"request_ids has {len(names)} entries for {len(checked)} prompts; give one per prompt")
@@ -325,7 +325,7 @@ class Engine(EngineBase):
 
     def _checked(self, prompt: Prompt, params: SamplingParams | None) -> tuple[CheckedPrompt, SamplingParams]:
         """One prompt and its parameters, or the default ones."""
-        params = self.default_params if params is None else params
+        params = self._default_params if params is None else params
         checked = check_prompt(prompt, self.tokenizer, self.limits, params=params)
         return checked, check_params(params, self.tokenizer, self.limits)
 

@@ -64,7 +64,7 @@ class EngineBase:
     ) -> None:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(int(token) for token in eos_token_ids)
-        self.default_params = SamplingParams() if default_params is None else default_params
+        self._default_params = SamplingParams() if default_params is None else default_params
         options = EngineOptions(**sizes)
         longest = program.max_model_len
         if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
@@ -121,8 +121,12 @@ class EngineBase:
         """Most tokens of one sequence, prompt included."""
         return self.limits.max_model_len
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of requests that bring none; ``dataclasses.replace`` makes others of them."""
+        return self._default_params
+
     def has_unfinished(self) -> bool:
-        """True if another ``step`` has something to run or to return."""
+        """True if :meth:`step` has something to run or to return."""
         state = self._core.state
         return bool(state.updated or state.completions or state.pieces or self._core.steps.is_under_way)
 
