@@ -32,8 +32,8 @@ from .targets.cpu.kernels import call_kernels
 from .targets.npu.decode_steps import DecodeCalls
 from .targets.npu.route import Run
 from .targets.npu.routes import make_route
-from .targets.npu.schedule_options import asked_for, leave_out
-from .targets.npu.weights import prepare_weights
+from .targets.npu.schedules.schedule_options import asked_for, leave_out
+from .targets.npu.weights.weights import prepare_weights
 from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump

@@ -17,7 +17,7 @@ from ..runtime.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
 from ..runtime.ops.linear.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .choices import Choices
 from .option_conflicts import check_conflicts
-from .targets.npu.schedule_options import asked_for
+from .targets.npu.schedules.schedule_options import asked_for
 from .targets.npu.toolchain_options import check_options
 from .targets.npu.without_device import is_offline
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes

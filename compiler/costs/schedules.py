@@ -12,7 +12,7 @@ from ...passes.schedule.schedule_super_kernels import schedule_super_kernels
 from ...passes.schedule.super_kernel_operators import SUPER_KERNEL_CHIPS, SUPER_KERNEL_PRODUCTS
 from ...runtime.npu_target import NpuTarget
 from ..report import CompileReport
-from ..targets.npu.schedule_options import leave_out
+from ..targets.npu.schedules.schedule_options import leave_out
 from ..targets.npu.socs import Chip, chip
 from .launch_costs import launch_costs, why_not_planned
 from .traffic import Step

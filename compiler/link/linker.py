@@ -22,7 +22,7 @@ from ..report import CompileReport
 from ..targets.cpu.kernels import GraphCalls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
-from ..targets.npu.warm_up import warm_up
+from ..targets.npu.warm_up.warm_up import warm_up
 from ..tolerance import Tolerance
 from ..weights.file_pages import FilePages
 from ..weights.merged_weights import drop_stored, link_merged_weights, merge_rows

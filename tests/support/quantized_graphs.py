@@ -19,7 +19,7 @@ from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import Reference, compared_steps, reference_of_model
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.record import PassRecord

@@ -15,11 +15,11 @@ import torch_pagoda as pagoda
 from torch_pagoda.compiler.costs.launch_costs import launch_costs
 from torch_pagoda.compiler.costs.schedules import l2_cache
 from torch_pagoda.compiler.costs.traffic import Step
-from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.ge import scheduled as ge_scheduled
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
+from torch_pagoda.compiler.targets.npu.schedules import schedule_options
 from torch_pagoda.compiler.targets.npu.socs import chip
-from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.record import PassRecord
 from torch_pagoda.passes.schedule.schedule_branches import Branch, schedule_branches

@@ -17,7 +17,7 @@ from ....runtime.program import KVCache
 from ....runtime.step_metadata import StepMetadata
 from .route import PlannedSize, Route, Run
 from .sizes.step_padding import StepSize
-from .warm_up_steps import StepShape
+from .warm_up.steps import StepShape
 
 
 def is_decode_step(query_lens: Sequence[int], tokens: int) -> bool:

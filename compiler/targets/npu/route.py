@@ -22,7 +22,7 @@ from ....runtime.program import KVCache, StateSpec, is_cache_input
 from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
 from .sizes.step_padding import StepSize, pad_step, size_of, spare_blocks
-from .warm_up_steps import STATE_SLOTS, SpareRoom, StepShape, chain_blocks
+from .warm_up.steps import STATE_SLOTS, SpareRoom, StepShape, chain_blocks
 
 log = logging.getLogger(__name__)
 

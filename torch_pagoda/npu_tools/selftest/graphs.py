@@ -15,7 +15,7 @@ import torch
 from ...compiler.build import build_unpacked
 from ...compiler.options import CompileOptions
 from ...compiler.report import CompileReport
-from ...compiler.targets.npu.schedule_options import PASSES, asked_for
+from ...compiler.targets.npu.schedules.schedule_options import PASSES, asked_for
 from ...compiler.targets.npu.toolchain_options import check_options
 from ...compiler.verify.self_check import Reference
 from ...runtime.engine.engine import Engine

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...compiler.targets.npu.weights import cast_to_nz
+from ...compiler.targets.npu.weights.weights import cast_to_nz
 from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import scopes
 

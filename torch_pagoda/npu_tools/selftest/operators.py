@@ -18,7 +18,7 @@ from ...compiler.options import CompileOptions
 from ...compiler.pipeline import run_pipeline
 from ...compiler.report import CompileReport, first_line
 from ...compiler.targets.npu.decode_steps import StepKinds
-from ...compiler.targets.npu.weights import plan_weights, prepare_weights
+from ...compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from ...compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
 from ...passes import TracedGraph
 from ...passes.lower.npu.attention.decode_attention import decode_graph_or_reason

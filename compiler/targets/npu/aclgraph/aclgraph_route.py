@@ -40,14 +40,14 @@ from .....runtime.state_tables import CHUNK_TABLES
 from ....report import first_line
 from ..flat_graph import LENGTHS_ON_DEVICE, flat_graph, readers
 from ..in_place import write_in_place
-from ..prefetches import counted_fetches
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
-from ..schedule_options import leave_out
-from ..side_branches import MOST_TOKENS, counted_branches
+from ..schedules.prefetches import counted_fetches
+from ..schedules.schedule_options import leave_out
+from ..schedules.side_branches import MOST_TOKENS, counted_branches
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
 from ..sizes.graph_resources import GraphNeeds, capture_budget
 from ..sizes.step_padding import StepSize, spare_blocks
-from ..warm_up_steps import fitting_shape
+from ..warm_up.steps import fitting_shape
 from .capture_updates import keep_updates_apart
 from .prefetch_stream import use_prefetch_stream
 from .side_stream import EVENTS_PER_BRANCH, new_label, use_side_stream

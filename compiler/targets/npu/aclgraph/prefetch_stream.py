@@ -19,8 +19,8 @@ import logging
 import torch
 from torch import fx
 
-from ..graph_launches import NotPlaced
-from ..prefetches import by_start, placed_fetches
+from ..schedules.graph_launches import NotPlaced
+from ..schedules.prefetches import by_start, placed_fetches
 from .side_stream import StreamOperators
 
 log = logging.getLogger(__name__)

@@ -29,12 +29,12 @@ from .....runtime.program import KVCache
 from ..flat_graph import flat_graph
 from ..in_place import write_rows_in_place
 from ..route import PlannedSize, Route, Run, ctrl_c_kept
-from ..schedule_options import leave_out
-from ..side_branches import MOST_TOKENS
+from ..schedules.schedule_options import leave_out
+from ..schedules.side_branches import MOST_TOKENS
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes
 from ..sizes.step_padding import StepSize
 from ..toolchain_options import set_ge_options
-from ..warm_up_steps import StepShape, fitting_shape
+from ..warm_up.steps import StepShape, fitting_shape
 from ..without_device import is_offline, without_device
 from .air_kernels import register_air_kernels
 from .converters import register_converters

@@ -7,9 +7,9 @@ from typing import Any
 from torch import fx
 
 from ..in_place import write_rows_in_place
-from ..prefetches import counted_fetches
-from ..schedule_options import leave_out
-from ..side_branches import counted_branches
+from ..schedules.prefetches import counted_fetches
+from ..schedules.schedule_options import leave_out
+from ..schedules.side_branches import counted_branches
 from .stream_labels import label_branches
 from .super_kernel_scopes import counted_super_kernels, mark_super_kernels
 from .weight_prefetch import fetch_weights

@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from .....passes.schedule.launches import dependencies
-from ..graph_launches import NotPlaced, graph_launches
-from ..side_branches import place_branches, put_in_order
+from ..schedules.graph_launches import NotPlaced, graph_launches
+from ..schedules.side_branches import place_branches, put_in_order
 
 LABEL = "pagoda_side"
 

@@ -22,7 +22,7 @@ from .....passes.graph.custom_notes import custom_note
 from .....passes.graph.provenance import operator_name
 from .....passes.schedule.schedule_super_kernels import SUPER_KERNEL
 from .....passes.schedule.super_kernel_operators import is_copied, why_not_fused
-from ..graph_launches import NotPlaced, graph_launches, is_fetch
+from ..schedules.graph_launches import NotPlaced, graph_launches, is_fetch
 
 OPTIONS = "feed-sync-all=1:stream-fusion=1"
 """Of each scope (torchair's documentation, ``super_kernel_scope.md``): cores that an operator leaves idle take part

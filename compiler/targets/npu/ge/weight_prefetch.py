@@ -18,8 +18,8 @@ import operator
 import torch
 from torch import fx
 
-from ..graph_launches import NotPlaced, graph_launches
-from ..prefetches import by_start, placed_fetches
+from ..schedules.graph_launches import NotPlaced, graph_launches
+from ..schedules.prefetches import by_start, placed_fetches
 
 
 def fetch_weights(gm: fx.GraphModule) -> str:

@@ -31,7 +31,7 @@ from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.ge.static_graph import static_graph, why_not_static
 from torch_pagoda.compiler.targets.npu.route import Route
 from torch_pagoda.compiler.targets.npu.routes import make_route
-from torch_pagoda.compiler.targets.npu.warm_up import warm_up
+from torch_pagoda.compiler.targets.npu.warm_up.warm_up import warm_up
 from torch_pagoda.npu_tools.offline.conversion import convert
 from torch_pagoda.npu_tools.offline.decode_graphs import GraphCounts, counted_decode_graphs
 from torch_pagoda.passes import TracedGraph

@@ -25,7 +25,7 @@ from torch_pagoda.compiler.targets.npu.ge.ge_route import PREFILLED_TOKENS, GeGr
 from torch_pagoda.compiler.targets.npu.route import ctrl_c_kept
 from torch_pagoda.compiler.targets.npu.routes import make_route
 from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
-from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache

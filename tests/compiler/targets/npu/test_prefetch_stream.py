@@ -18,13 +18,13 @@ from scheduled_models import prefetched, scheduled
 from stream_operators import OPERATORS, enter, record, text, wait
 from torch import fx
 
-from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.aclgraph import prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.aclgraph.prefetch_stream import use_prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators
-from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced, is_fetch
-from torch_pagoda.compiler.targets.npu.prefetches import counted_fetches, placed_fetches
+from torch_pagoda.compiler.targets.npu.schedules import schedule_options
+from torch_pagoda.compiler.targets.npu.schedules.graph_launches import NotPlaced, is_fetch
+from torch_pagoda.compiler.targets.npu.schedules.prefetches import counted_fetches, placed_fetches
 from torch_pagoda.passes.schedule.schedule_prefetch import PREFETCH, whole_input
 
 aten, npu = torch.ops.aten, torch.ops.npu

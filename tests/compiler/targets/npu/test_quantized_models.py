@@ -14,8 +14,8 @@ from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.build import build_program, build_unpacked
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.npu import quantized_weights, weights
-from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
+from torch_pagoda.compiler.targets.npu.weights import quantized_weights, weights
+from torch_pagoda.compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.verify.self_check import WEIGHT_TOLERANCE, check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.npu.quantized import quantized_linears

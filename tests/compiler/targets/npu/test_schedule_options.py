@@ -14,7 +14,7 @@ from torch_pagoda.compiler.costs import schedules
 from torch_pagoda.compiler.costs.schedules import annotate_schedules, l2_cache
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.targets.npu import schedule_options
+from torch_pagoda.compiler.targets.npu.schedules import schedule_options
 from torch_pagoda.compiler.targets.npu.socs import chip
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.schedule.schedule_branches import ANNOTATION

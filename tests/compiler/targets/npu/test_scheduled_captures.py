@@ -10,11 +10,11 @@ from lowered_models import LIMITS, assert_same, served
 from placed_schedules import why_unordered
 from scheduled_models import scheduled
 
-from torch_pagoda.compiler.targets.npu import schedule_options
 from torch_pagoda.compiler.targets.npu.aclgraph import side_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators
-from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
+from torch_pagoda.compiler.targets.npu.schedules import schedule_options
+from torch_pagoda.compiler.targets.npu.schedules.graph_launches import NotPlaced
 from torch_pagoda.compiler.targets.npu.sizes.graph_resources import capture_budget
 
 

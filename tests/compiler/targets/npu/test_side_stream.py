@@ -16,7 +16,6 @@ from stream_operators import OPERATORS, enter, keep, leave, record, text, wait
 from torch import fx
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from torch_pagoda.compiler.targets.npu import side_branches
 from torch_pagoda.compiler.targets.npu.aclgraph import side_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import aclgraph_options
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import (
@@ -24,6 +23,7 @@ from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import (
     StreamOperators,
     use_side_stream,
 )
+from torch_pagoda.compiler.targets.npu.schedules import side_branches
 
 aten = torch.ops.aten
 

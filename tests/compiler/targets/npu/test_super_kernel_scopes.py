@@ -12,7 +12,7 @@ from scheduled_models import assert_an_engine_places, assert_static_graphs_serve
 from torch import fx
 
 from torch_pagoda.compiler.targets.npu.ge.super_kernel_scopes import OPTIONS, mark_super_kernels, placed_super_kernels
-from torch_pagoda.compiler.targets.npu.graph_launches import NotPlaced
+from torch_pagoda.compiler.targets.npu.schedules.graph_launches import NotPlaced
 from torch_pagoda.npu_tools.offline.conversion import convert
 from torch_pagoda.npu_tools.offline.decode_graphs import static_decode_graph
 from torch_pagoda.npu_tools.offline.ge_graph import GeGraph, GeNode

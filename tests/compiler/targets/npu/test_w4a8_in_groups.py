@@ -10,8 +10,8 @@ from quantized_graphs import program_of, row_errors_of, stored
 from quantized_oracle import inputs_of_8_bits, rounded_rows_linear
 from stored_weights import stored_weight
 
-from torch_pagoda.compiler.targets.npu.quantized_weights import check_inputs, make_inputs
-from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.quantized_weights import check_inputs, make_inputs
+from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.graph.fx_nodes import value

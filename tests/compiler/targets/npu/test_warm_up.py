@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from lowered_models import LIMITS, PROMPTS, assert_same, lowered, served
 
 from torch_pagoda.compiler.link.linker import LinkedProgram, link
-from torch_pagoda.compiler.targets.npu import warm_up as warm_up_file
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.route import Route, Run
 from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
-from torch_pagoda.compiler.targets.npu.warm_up_steps import (
+from torch_pagoda.compiler.targets.npu.warm_up import warm_up as warm_up_file
+from torch_pagoda.compiler.targets.npu.warm_up.steps import (
     SpareRoom,
     StepShape,
     chain_blocks,
@@ -26,7 +26,7 @@ from torch_pagoda.compiler.targets.npu.warm_up_steps import (
     shares_of,
     warm_up_step,
 )
-from torch_pagoda.compiler.targets.npu.weights import prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.compiler.tolerance import Tolerance
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.runtime.engine.engine import Engine
@@ -439,7 +439,7 @@ def test_states_are_compared(monkeypatch, model_type):
 
 
 def test_int8_caches_may_round_to_the_next_integer(monkeypatch):
-    from torch_pagoda.compiler.targets.npu.warm_up import _beyond
+    from torch_pagoda.compiler.targets.npu.warm_up.warm_up import _beyond
 
     difference, rounding = torch.tensor([0.5, -0.5, 0.2]), torch.tensor([0.2, 0.2, 0.2])
     assert _beyond(difference, rounding).tolist() == pytest.approx([0.3, -0.3, 0])

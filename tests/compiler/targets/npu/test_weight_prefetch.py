@@ -15,8 +15,8 @@ from torch import fx
 
 from torch_pagoda.compiler.costs import schedules
 from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_weights
-from torch_pagoda.compiler.targets.npu.graph_launches import graph_launches, is_fetch
-from torch_pagoda.compiler.targets.npu.prefetches import placed_fetches
+from torch_pagoda.compiler.targets.npu.schedules.graph_launches import graph_launches, is_fetch
+from torch_pagoda.compiler.targets.npu.schedules.prefetches import placed_fetches
 from torch_pagoda.npu_tools.offline.conversion import convert
 from torch_pagoda.npu_tools.offline.decode_graphs import static_decode_graph
 from torch_pagoda.npu_tools.offline.ge_graph import GeGraph

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.targets.npu import weights
-from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
+from torch_pagoda.compiler.targets.npu.weights import weights
+from torch_pagoda.compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from torch_pagoda.compiler.weights.weight_guard import WeightGuard
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.notes import GraphNotes

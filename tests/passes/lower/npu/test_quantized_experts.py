@@ -12,7 +12,7 @@ from quantized_graphs import TARGET, nodes_of, quantized, record_of, stored
 
 from torch_pagoda.compiler.costs.flops import flops, is_int8_product
 from torch_pagoda.compiler.costs.traffic import Step, moved
-from torch_pagoda.compiler.targets.npu.weights import plan_weights, prepare_weights
+from torch_pagoda.compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
 from torch_pagoda.passes.graph.traced import TracedGraph

@@ -20,12 +20,12 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from ....passes import TracedGraph
-from ....runtime.npu_target import Product
-from ....runtime.ops import npu  # noqa: F401  registers the operators
-from ....runtime.ops.linear.stored_weight import StoredWeight
-from ....runtime.phases import phase
-from ...weights.merged_weights import link_merged_weights
+from .....passes import TracedGraph
+from .....runtime.npu_target import Product
+from .....runtime.ops import npu  # noqa: F401  registers the operators
+from .....runtime.ops.linear.stored_weight import StoredWeight
+from .....runtime.phases import phase
+from ....weights.merged_weights import link_merged_weights
 from .quantized_weights import check_inputs, make_inputs
 
 log = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from ....passes.graph.custom_notes import custom_note
-from ....passes.graph.fx_nodes import written_arguments
-from ....passes.schedule.launches import listed, memory_of
-from ....passes.schedule.schedule_branches import ANNOTATION
+from .....passes.graph.custom_notes import custom_note
+from .....passes.graph.fx_nodes import written_arguments
+from .....passes.schedule.launches import listed, memory_of
+from .....passes.schedule.schedule_branches import ANNOTATION
 from .graph_launches import NotPlaced
 
 MOST_TOKENS = 256

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....runtime.step_metadata import StepMetadata
+from .....runtime.step_metadata import StepMetadata
 
 Shares = list[tuple[int, int, int]]
 """(chain, first token, tokens) of each sequence of a step."""

@@ -1,6 +1,6 @@
 """Warm-up: every planned size is compiled or captured before requests come, and compared with its operators.
 
-A size is exercised by steps of its own (see ``warm_up_steps``), each run twice: by the graph, at the size that it is
+A size is exercised by steps of its own (see ``steps``), each run twice: by the graph, at the size that it is
 filled up to, and by calling the operators one by one, as it is. What is compared is the logits of every asked row,
 and what each token of the step wrote into every cache. All sizes run their first step before any runs its second, so
 that each is also seen after all others were captured.
@@ -20,15 +20,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ....runtime.cache.cache_specs import has_state
-from ....runtime.npu_errors.device_lost import raise_if_lost
-from ....runtime.phases import note, phase
-from ....runtime.program import CacheSpec, StateSpec
-from ....runtime.step_metadata import StepMetadata
-from ...report import SizeCheck, first_line
-from ...tolerance import Tolerance
-from .route import PlannedSize, Route
-from .warm_up_steps import SpareRoom, StepShape, warm_up_step
+from .....runtime.cache.cache_specs import has_state
+from .....runtime.npu_errors.device_lost import raise_if_lost
+from .....runtime.phases import note, phase
+from .....runtime.program import CacheSpec, StateSpec
+from .....runtime.step_metadata import StepMetadata
+from ....report import SizeCheck, first_line
+from ....tolerance import Tolerance
+from ..route import PlannedSize, Route
+from .steps import SpareRoom, StepShape, warm_up_step
 
 log = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from ....passes import UnsupportedModel
-from ....passes.graph.notes import QuantizedInputs
-from ....runtime.ops.linear.quantized_weight import Quantization, round_weight
-from ....runtime.ops.linear.stored_weight import StoredWeight, as_dense
-from ....runtime.ops.linear.weight_format import unpacked_pairs
-from ....runtime.ops.npu.int4 import pack_int4, unpack_int4
-from ....runtime.ops.npu.numerics import bits_of_float, float_of_bits
+from .....passes import UnsupportedModel
+from .....passes.graph.notes import QuantizedInputs
+from .....runtime.ops.linear.quantized_weight import Quantization, round_weight
+from .....runtime.ops.linear.stored_weight import StoredWeight, as_dense
+from .....runtime.ops.linear.weight_format import unpacked_pairs
+from .....runtime.ops.npu.int4 import pack_int4, unpack_int4
+from .....runtime.ops.npu.numerics import bits_of_float, float_of_bits
 
 _SAMPLED = 64
 """Outputs at the beginning and at the end of a matrix that are looked at."""

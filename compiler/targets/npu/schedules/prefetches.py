@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import fx
 
-from ....passes.graph.custom_notes import custom_note
-from ....passes.schedule.schedule_prefetch import PREFETCH, weight_arguments, whole_input
+from .....passes.graph.custom_notes import custom_note
+from .....passes.schedule.schedule_prefetch import PREFETCH, weight_arguments, whole_input
 from .graph_launches import NotPlaced
 
 

@@ -1,0 +1,1 @@
+"""Warm-up of an NPU's graphs before requests come."""

@@ -1,0 +1,1 @@
+"""Weights of a lowered graph, laid out as the operators of Ascend read them."""
