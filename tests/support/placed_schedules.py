@@ -5,17 +5,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 
+import pytest
 from torch import fx
 
+from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route
 from torch_pagoda.compiler.targets.npu.aclgraph.prefetch_stream import use_prefetch_stream
 from torch_pagoda.compiler.targets.npu.aclgraph.side_stream import StreamOperators, use_side_stream
+from torch_pagoda.compiler.targets.npu.ge import scheduled
 from torch_pagoda.compiler.targets.npu.ge.weight_prefetch import fetch_weights
-from torch_pagoda.compiler.targets.npu.graph_launches import graph_launches, is_fetch
-from torch_pagoda.compiler.targets.npu.prefetches import PlacedFetch, placed_fetches
+from torch_pagoda.compiler.targets.npu.schedules.graph_launches import graph_launches, is_fetch
+from torch_pagoda.compiler.targets.npu.schedules.prefetches import PlacedFetch, placed_fetches
 from torch_pagoda.passes.schedule.launches import dependencies, listed, memory_of
 from torch_pagoda.passes.schedule.schedule_prefetch import stored_bytes, whole_input
 
 _MAIN = ""
+
+
+def check_every_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what puts schedules into graphs by the functions below."""
+    monkeypatch.setattr(aclgraph_route, "use_side_stream", checked_side_stream)
+    monkeypatch.setattr(aclgraph_route, "use_prefetch_stream", checked_prefetch_stream)
+    monkeypatch.setattr(scheduled, "fetch_weights", checked_fetches)
 
 
 def checked_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators | None = None) -> str:

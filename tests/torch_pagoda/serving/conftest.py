@@ -19,7 +19,12 @@ from fake_engine import FakeEngine
 
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "examples" / "tiny-pydoc"
-CHATML = Path(__file__).parents[3] / "examples" / "chatml.jinja"
+CHATML = ROOT / "examples" / "chatml.jinja"
+
+
+@pytest.fixture(autouse=True)
+def compile_once() -> None:
+    """Nothing is shared."""
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from placed_schedules import checked_fetches, checked_prefetch_stream, checked_side_stream
-
-from torch_pagoda.compiler.targets.npu.aclgraph import aclgraph_route
-from torch_pagoda.compiler.targets.npu.ge import scheduled
+from placed_schedules import check_every_schedule
 
 
 @pytest.fixture(autouse=True)
-def checked_schedules(monkeypatch):
-    monkeypatch.setattr(aclgraph_route, "use_side_stream", checked_side_stream)
-    monkeypatch.setattr(aclgraph_route, "use_prefetch_stream", checked_prefetch_stream)
-    monkeypatch.setattr(scheduled, "fetch_weights", checked_fetches)
+def checked_schedules(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_every_schedule(monkeypatch)
