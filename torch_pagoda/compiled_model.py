@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .checkpoint.configs import causal_lm_class, check_tokenizer, load_config, load_tokenizer
 from .checkpoint.gguf.source import gguf_in
-from .checkpoint.loading import (
-    causal_lm_class,
-    check_module,
-    check_tokenizer,
-    checkpoint_files,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from .checkpoint.loading import check_module, checkpoint_files, load_model
 from .compiler import (
     CompileOptions,
     ModuleGuard,

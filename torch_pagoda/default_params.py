@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from .checkpoint.loading import first_line
+from .checkpoint.source import first_line
 from .runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from torch_pagoda.checkpoint.loading import check_source, load_config, load_model
+from torch_pagoda.checkpoint.configs import load_config
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.checkpoint.source import check_source
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ from quantized_checkpoints import quantize_folder
 from safetensors.torch import load_file
 
 import torch_pagoda as pagoda
+from torch_pagoda.checkpoint.configs import load_config
 from torch_pagoda.checkpoint.format_bytes import formats_of_files, served_change
-from torch_pagoda.checkpoint.loading import load_config
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from legal_models import build_legal_model

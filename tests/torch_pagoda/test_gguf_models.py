@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 import torch_pagoda as pagoda
+from torch_pagoda.checkpoint.configs import load_config
 from torch_pagoda.checkpoint.gguf import block_types, checkpoint
 from torch_pagoda.checkpoint.gguf.checkpoint import open_gguf
 from torch_pagoda.checkpoint.gguf.container import GgufFile
-from torch_pagoda.checkpoint.loading import load_config, load_model
+from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 
 from tiny_models import build_tiny_model

@@ -29,7 +29,8 @@ WEIGHTS = {
 NORMS = {"attn_norm": HIDDEN, "ffn_norm": HIDDEN, "attn_q_norm": DIM, "attn_k_norm": DIM}
 LOAD = """
 import resource, sys, torch
-from torch_pagoda.checkpoint.loading import load_config, load_model
+from torch_pagoda.checkpoint.configs import load_config
+from torch_pagoda.checkpoint.loading import load_model
 name, config = load_config(sys.argv[1], False)
 from transformers import Qwen3ForCausalLM
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -14,10 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import torch_pagoda as pagoda
+from torch_pagoda.checkpoint.configs import load_config, load_tokenizer
 from torch_pagoda.checkpoint.gguf import checkpoint
 from torch_pagoda.checkpoint.gguf.checkpoint import open_gguf
 from torch_pagoda.checkpoint.gguf.rotary import llama3_factors
-from torch_pagoda.checkpoint.loading import check_source, load_config, load_model, load_tokenizer
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.checkpoint.source import check_source
 
 from tiny_models import build_tiny_model
 

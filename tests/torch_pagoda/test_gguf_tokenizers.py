@@ -11,7 +11,7 @@ import pytest
 from gguf_files import all_of, file_of
 from transformers import PreTrainedTokenizerBase
 
-from torch_pagoda.checkpoint.loading import load_tokenizer
+from torch_pagoda.checkpoint.configs import load_tokenizer
 
 from tiny_models import build_tiny_model
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from torch_pagoda.checkpoint import loading
-from torch_pagoda.checkpoint.loading import load_tokenizer
+from torch_pagoda.checkpoint import configs
+from torch_pagoda.checkpoint.configs import load_tokenizer
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/tiny-pydoc"
 CLASSES = (
@@ -48,7 +48,7 @@ def test_only_what_names_its_class_goes_without_the_config_s(tmp_path: Path, mon
     given: list[object] = []
     load = AutoTokenizer.from_pretrained
     monkeypatch.setattr(
-        loading.AutoTokenizer, "from_pretrained", lambda *a, **k: given.append(k["config"]) or load(*a, **k)
+        configs.AutoTokenizer, "from_pretrained", lambda *a, **k: given.append(k["config"]) or load(*a, **k)
     )
     load_tokenizer(folder_with(tmp_path, "llama"), trust_remote_code=False, required=True)
     load_tokenizer(folder_with(tmp_path, "llama", tokenizer_class=None), trust_remote_code=False, required=True)

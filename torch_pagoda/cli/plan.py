@@ -131,7 +131,7 @@ def _kind_and_config(model: str) -> tuple[Any, Any, str]:
     """Class and configuration of a causal LM that transformers knows, and the folder or hub id."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint.loading import load_config
+    from ..checkpoint.configs import load_config
 
     name, config = load_config(model, trust_remote_code=False)
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, name

@@ -69,7 +69,8 @@ def quantize(
         from transformers.utils import logging as transformers_logging
 
         from ..checkpoint.compressed_writer import check_writable, write_compressed
-        from ..checkpoint.loading import load_config, load_model, load_tokenizer
+        from ..checkpoint.configs import load_config, load_tokenizer
+        from ..checkpoint.loading import load_model
         from ..checkpoint.quantized import check_float
         from ..compiler.calibrate import calibrate
         from ..device import resolve_device

@@ -161,7 +161,8 @@ def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrain
         return _load(model, load, target)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    from ..checkpoint.loading import load_config, resolve_dtype
+    from ..checkpoint.configs import load_config
+    from ..checkpoint.loading import resolve_dtype
     from ..checkpoint.quantized import check_float
     from ..compiler.costs.skeleton import build_skeleton
 

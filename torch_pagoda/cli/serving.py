@@ -12,7 +12,7 @@ from typing import Any, get_args
 from fastapi import FastAPI
 from transformers.utils import logging as transformers_logging
 
-from ..checkpoint.loading import load_tokenizer
+from ..checkpoint.configs import load_tokenizer
 from ..runtime.engine.engine_options import EngineOptions
 from ..serving.app import make_app
 from ..serving.engine_process.process_client import ProcessClient

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...checkpoint.loading import load_config, load_model
+from ...checkpoint.configs import load_config
+from ...checkpoint.loading import load_model
 from ...compiler.options import CompileOptions
 from ...runtime.processors import limit_threads
 from .device import Device
