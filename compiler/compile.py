@@ -16,8 +16,7 @@ from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
 from .fingerprint.describer import CannotIdentify
-from .fingerprint.fingerprint import Fingerprint, fingerprint
-from .fingerprint.framework_state import Touched
+from .fingerprint.identity import Identity, identity
 from .fingerprint.tensor_contents import contents_digest, module_tensors
 from .link.linker import LinkedProgram
 from .options import CompileOptions
@@ -79,7 +78,7 @@ def compile_program(
     if store is not None:
         try:
             contents = contents_digest(model)
-            found = fingerprint(model, options, contents)
+            found = identity(model, options, contents)
             key = found.digest
         except CannotIdentify as error:
             log.info("the program is not kept for later starts: %s", error)
@@ -116,7 +115,7 @@ def compile_program(
 def _record(
     model: nn.Module,
     options: CompileOptions,
-    found: Fingerprint,
+    found: Identity,
     files: CheckpointFiles,
     facts: Facts,
     loaded: Container[str],
@@ -124,7 +123,7 @@ def _record(
     """The name and the data of the record by which a later start finds the program; None where there can be none."""
     try:
         return warm_key(files, options), to_plain(describe_start(model, found, files, facts, loaded))
-    except (CannotIdentify, CannotStore, Touched, OSError, ValueError) as error:
+    except (CannotIdentify, CannotStore, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None
 
@@ -154,7 +153,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
             return None
         record = read_record(data)
         check_record(record)
-    except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
+    except (CannotIdentify, NotAsItWas, OSError, ValueError) as error:
         log.info("the model's class is loaded: %s", error)
         return None
     program = _of_record(store, name, record, files, options, start)

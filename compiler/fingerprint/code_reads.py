@@ -1,4 +1,4 @@
-"""What a function's code reads besides its arguments: global names, imports and environment variables."""
+"""What code names: globals and attributes, modules that it imports, and whether it computes names."""
 
 from __future__ import annotations
 
@@ -7,81 +7,16 @@ import dis
 import functools
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-_UNTOLD = frozenset({"globals", "eval", "exec", "locals", "__import__", "import_module", "open"})
-"""Functions that bring in what no name in the code says."""
-_ENVIRONMENT = frozenset({"environ", "getenv", "environb", "getenvb"})
-_NOTHING = frozenset({"PUSH_NULL", "CACHE", "NOP", "RESUME", "EXTENDED_ARG"})
+UNTOLD = frozenset("globals eval exec locals __import__ open import_module environ environb getenv getenvb".split())
+"""Names of what brings in things that code does not say: files, environment variables, computed names."""
 _COMPUTED = frozenset(
     {"vars", "dir", "__dict__", "attrgetter", "methodcaller", "getattr_static", "to_dict", "eval", "exec"}
 )
 """Ways to read attributes whose names are not written in the code."""
 _BY_NAME = frozenset({"getattr", "hasattr"})
 _CALLS = frozenset({"PRECALL", "CALL", "CALL_FUNCTION", "CALL_METHOD", "CALL_KW"})
-_OPERAND = ("LOAD_CONST", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DEREF", "LOAD_SMALL_INT")
 _IMPORT = dis.opmap["IMPORT_NAME"]
-
-
-class Untold(Exception):
-    """What the code reads cannot be told. The message says what."""
-
-
-@dataclass(frozen=True)
-class Import:
-    """An import statement inside a function.
-
-    Attributes:
-        name: the module's, as written.
-        level: number of leading dots.
-        items: what is taken from it.
-    """
-
-    name: str
-    level: int
-    items: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Reads:
-    """What a function's code and the code inside it reads.
-
-    Attributes:
-        names: globals and attributes, without a distinction.
-        imports: its import statements.
-        variables: environment variables, named in the code.
-        variable_globals: globals that hold the name of one.
-    """
-
-    names: tuple[str, ...]
-    imports: tuple[Import, ...]
-    variables: tuple[str, ...]
-    variable_globals: tuple[str, ...]
-
-
-def reads_of(code: types.CodeType) -> Reads:
-    """What ``code`` reads.
-
-    Raises:
-        Untold: it reads an environment variable, a file or a name that is not written in it.
-    """
-    names: dict[str, None] = {}
-    imports: list[Import] = []
-    variables: list[tuple[bool, str]] = []
-    for part in _parts(code):
-        names.update(dict.fromkeys(part.co_names))
-        if not _UNTOLD.isdisjoint(part.co_names):
-            _refuse_untold(part)
-        if _IMPORT in part.co_code[::2]:
-            imports += _imports(part)
-        if not _ENVIRONMENT.isdisjoint(part.co_names):
-            variables += _variables(part)
-    return Reads(
-        tuple(names),
-        tuple(imports),
-        tuple(name for is_global, name in variables if not is_global),
-        tuple(name for is_global, name in variables if is_global),
-    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,9 +36,9 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def imports_in(code: types.CodeType) -> tuple[Import, ...]:
-    """Import statements in code and the code inside it."""
-    return tuple(entry for part in _parts(code) if _IMPORT in part.co_code[::2] for entry in _imports(part))
+def imports_in(code: types.CodeType) -> tuple[str, ...]:
+    """Names of the modules that code and the code inside it imports, relative ones with their dots."""
+    return tuple(name for part in _parts(code) if _IMPORT in part.co_code[::2] for name in _imports(part))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,6 +54,19 @@ def computes_names(code: types.CodeType) -> bool:
             ):
                 return True
     return False
+
+
+@functools.lru_cache(maxsize=4096)
+def untold_in(code: types.CodeType) -> str:
+    """The first of ``UNTOLD`` that code or the code inside it names, "" for none; attributes may be called like
+    builtins."""
+    for part in _parts(code):
+        for instruction in dis.get_instructions(part) if not UNTOLD.isdisjoint(part.co_names) else ():
+            name = instruction.argval
+            is_attribute = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
+            if isinstance(name, str) and name in UNTOLD and not (is_attribute and hasattr(builtins, name)):
+                return name
+    return ""
 
 
 def _has_literal_name(following: list[dis.Instruction]) -> bool:
@@ -147,60 +95,15 @@ def _stack_effect(instruction: dis.Instruction) -> int:
 
 
 def _parts(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code and the code inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _parts(constant)
 
 
-def _instructions(code: types.CodeType) -> list[dis.Instruction]:
-    return [i for i in dis.get_instructions(code) if i.opname not in _NOTHING]
-
-
-def _refuse_untold(code: types.CodeType) -> None:
-    for instruction in _instructions(code):
-        name = instruction.argval
-        is_attribute = instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR")
-        if name in _UNTOLD and (name == "import_module" or (hasattr(builtins, name) and not is_attribute)):
-            raise Untold(f"{code.co_name} calls {name}()")
-
-
-def _imports(code: types.CodeType) -> Iterator[Import]:
-    found = _instructions(code)
+def _imports(code: types.CodeType) -> Iterator[str]:
+    found = [i for i in dis.get_instructions(code) if i.opname not in ("CACHE", "EXTENDED_ARG")]
     for i, instruction in enumerate(found):
-        if instruction.opname == "IMPORT_NAME":
-            level, items = found[i - 2].argval, found[i - 1].argval
-            yield Import(instruction.argval, level if isinstance(level, int) else 0, items or ())
-
-
-def _variables(code: types.CodeType) -> Iterator[tuple[bool, str]]:
-    """Names of environment variables that are read, and whether each is that of a global that holds it."""
-    found = _instructions(code)
-    for i, instruction in enumerate(found):
-        if instruction.argval not in _ENVIRONMENT or not instruction.opname.startswith(("LOAD_", "IMPORT_")):
-            continue
-        following = found[i + 1 : i + 6]
-        if following and following[0].argval == "get":
-            following = following[1:]
-        if following and following[0].opname == "CONTAINS_OP":
-            of_os = found[i - 1].argval == "os"
-            name, ends = found[i - 1 - of_os], True
-        else:
-            name, ends = following[0], _takes_first(following[1:])
-        is_global = name.opname == "LOAD_GLOBAL"
-        if not ends or not isinstance(name.argval, str) or not (is_global or name.opname == "LOAD_CONST"):
-            raise Untold(f"{code.co_name} reads an environment variable whose name is not written there")
-        yield is_global, name.argval
-
-
-def _takes_first(following: list[dis.Instruction]) -> bool:
-    """Whether a call or a subscript takes the operand before, as it is; a default may come between."""
-    if len(following) > 1 and following[0].opname.startswith(_OPERAND):
-        following = following[1:]
-        return following[0].opname in _CALLS
-    return bool(following) and (
-        following[0].opname in _CALLS or following[0].opname == "BINARY_SUBSCR" or following[0].argrepr == "[]"
-    )
-
-
-cached_reads = functools.lru_cache(maxsize=4096)(reads_of)
+        if instruction.opcode == _IMPORT:
+            yield "." * found[i - 2].argval + instruction.argval

@@ -1,4 +1,4 @@
-"""Digests of Python modules of the framework as they are in this process: what was put into one changes its digest.
+"""What the framework's Python modules are in this process: what was put into one changes its digest.
 
 A program can be taken from the store without importing the model's class, if what the class would have found is what
 it found when the program was compiled. The files are compared by their bytes; modules that are loaded could have been
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,18 @@ import torch
 import transformers
 from torch.nn.modules import module as _of_modules
 
-from .framework import functions_of, is_own, patches
+from .describer import CannotIdentify, code_digest, describe
+from .framework import is_framework, is_of_a_model
 
-_MODELS = "transformers.models."
-_AUTO = "transformers.models.auto."
-_CHOOSING = frozenset(f"{_AUTO}{name}" for name in ("auto_factory", "configuration_auto", "modeling_auto"))
+_CHOOSING = frozenset(
+    f"transformers.models.auto.{x}" for x in ("auto_factory", "configuration_auto", "modeling_auto")
+)
 """Modules that say which class loads a checkpoint. Those beside them, for images and the like, change in loading."""
 _PACKAGES = ("transformers.", "huggingface_hub.", "torch.nn.")
 _SINGLE = ("torch", "torch.functional", "torch._tensor", "torch._C._nn", "torch.nn")
 _NUMBERS = (bool, int, float)
-_REPLACED_BY_DYNAMO = tuple(f"torch.nn.modules.module.Module.{name}" for name in ("__init__", "__setstate__"))
+_REPLACED_BY_DYNAMO = ("__init__", "__setstate__")
+"""Of ``nn.Module``."""
 _C_CALLABLES = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _NOT_TRACED = torch._disable_dynamo(lambda: None).__code__  # type: ignore[no-untyped-call]
 """Of what importing Dynamo puts around some of torch's functions; a start from the store does not import it."""
@@ -42,15 +44,11 @@ _HOOKS = (
 )
 
 
-class Touched(Exception):
-    """Something that is not the framework's stands in a module of it. The message says where."""
-
-
 def framework_states() -> dict[str, str]:
     """The digest of each loaded module that models are made of, or run by; without those of the models themselves.
 
     Raises:
-        Touched: one of them holds something that is not the framework's.
+        CannotIdentify: one of them holds something that is not the framework's.
     """
     return {name: module_state(module) for name, module in _loaded()}
 
@@ -61,7 +59,7 @@ def changed_module(states: Mapping[str, str]) -> str | None:
     A module that was not loaded then had no part in the model.
 
     Raises:
-        Touched: as ``framework_states``.
+        CannotIdentify: as ``framework_states``.
     """
     return next((name for name, module in _loaded() if states.get(name) not in (None, module_state(module))), None)
 
@@ -69,121 +67,160 @@ def changed_module(states: Mapping[str, str]) -> str | None:
 def loaded_of_models(names: Iterable[str], loaded: Container[str]) -> str | None:
     """The first of these Python modules that holds models and was loaded, so that its contents may have been changed;
     None if there is none."""
-    models = (name for name in names if name.startswith(_MODELS) and not name.startswith(_AUTO))
-    return next((name for name in models if name in loaded), None)
+    return next((name for name in names if is_of_a_model(name) and name in loaded), None)
+
+
+def check_nothing_registered() -> None:
+    """Nothing, where all that decides how a checkpoint is loaded is as transformers brings it: classes of configs and
+    of models, classes in the place of a model's parts, conversions of weights. Modules that are not loaded are.
+
+    Raises:
+        CannotIdentify: something was registered, or replaced.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    for mapping in (CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        for registered in mapping._extra_content.values():
+            raise CannotIdentify(f"{_kind(registered)} is registered with transformers' auto classes")
+    if AutoModelForCausalLM._model_mapping is not MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise CannotIdentify("AutoModelForCausalLM has another mapping")
+    for package in (transformers, sys.modules["transformers"]):  # which transformers makes anew as it is imported
+        if vars(package).get("AutoModelForCausalLM", AutoModelForCausalLM) is not AutoModelForCausalLM:
+            raise CannotIdentify("transformers.AutoModelForCausalLM is another class")
+    patching = sys.modules.get("transformers.monkey_patching")
+    for registered in getattr(patching, "_monkey_patch_mapping_cache", {}).values():
+        raise CannotIdentify(f"{_kind(registered)} is registered in the place of a class of transformers'")
+    conversions: Any = sys.modules.get("transformers.conversion_mapping")
+    known = getattr(conversions, "_checkpoint_conversion_mapping_cache", None)
+    if known is not None and describe(known) != describe(conversions._build_checkpoint_conversion_mapping()):
+        raise CannotIdentify("a conversion of weights is registered with transformers")
+
+
+def _kind(registered: Any) -> str:
+    kind = registered if isinstance(registered, type) else type(registered)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _loaded() -> Iterator[tuple[str, types.ModuleType]]:
     if any(_HOOKS):
-        raise Touched("hooks are registered for all modules")
+        raise CannotIdentify("hooks are registered for all modules")
     for name, module in list(sys.modules.items()):
         wanted = name in _SINGLE or name.startswith(_PACKAGES)
-        counts = name in _CHOOSING or not name.startswith(_MODELS)
+        counts = name in _CHOOSING or not name.startswith("transformers.models.")
         if wanted and counts and type(module).__name__ != "_LazyModule":
             yield name, module
 
 
 def module_state(module: types.ModuleType) -> str:
-    """The digest of one module."""
-    digest = hashlib.sha256()
-    for name, item in sorted(vars(module).items()):
-        if name[:2] == "__":
-            continue
-        said = _said(f"{module.__name__}.{name}", item, module.__name__)
-        if said:
-            digest.update(f"{name}\0{said}\0".encode())
-    return digest.hexdigest()
+    """The digest of one module.
+
+    Raises:
+        CannotIdentify: it holds a function that was not installed.
+    """
+    return hashlib.sha256(entries_state(vars(module), module.__name__).encode()).hexdigest()
 
 
-def _said(place: str, item: Any, home: str) -> str:
+def entries_state(entries: Mapping[str, Any], home: str = "") -> str:
+    """What counts of entries of a Python module.
+
+    Args:
+        entries: by name; a dict of a private name is a cache.
+        home: a module's name: of the code of others the name alone counts; "" for none, the code of functions always
+            and that of classes never does.
+
+    Raises:
+        CannotIdentify: one of them is a function that was not installed.
+    """
+    said = []
+    for name, item in sorted(entries.items()):
+        counts = name[:2] != "__" and not (name[:1] == "_" and isinstance(item, dict))
+        if counts and (state := _state(item, home)):
+            said.append(f"{name}={state}")
+    return "\0".join(said)
+
+
+def _state(item: Any, home: str = "") -> str:
     """What counts of a value; "" for nothing."""
     if isinstance(item, types.FunctionType):
-        return _function(place, item, home)
+        return _function(item, home)
     if isinstance(item, type):
-        return _class(item) if item.__module__ == home else f"{item.__module__}.{item.__qualname__}"
+        return class_state(item) if item.__module__ == home else f"{item.__module__}.{item.__qualname__}"
     if isinstance(item, _C_CALLABLES):
         return item.__qualname__
     if type(item) in _NUMBERS:
         return repr(item)
-    # What is private is a cache; what has other keys than names was not made to be registered in.
-    if isinstance(item, dict) and not place.rpartition(".")[2].startswith("_"):
-        return _registered(place, item)
-    return ""
+    return _registered(item) if isinstance(item, dict) else ""
 
 
-def _class(cls: type) -> str:
+def class_state(cls: type, counts: Callable[[str], bool] = lambda name: True) -> str:
+    """What counts of a class: its code, numbers and dicts.
+
+    Args:
+        cls: it.
+        counts: whether a method of this name does.
+
+    Raises:
+        CannotIdentify: it has a function that was not installed.
+    """
     place = f"{cls.__module__}.{cls.__qualname__}"
     said = [place]
-    for name, item in patches(cls):
-        if f"{place}.{name}" not in _REPLACED_BY_DYNAMO:
-            said.append(f"{name}: {item if isinstance(item, str) else type(item).__qualname__}")
     for name, item in vars(cls).items():
-        if f"{place}.{name}" in _REPLACED_BY_DYNAMO:
+        parts = _inside(item)
+        if name in _REPLACED_BY_DYNAMO and cls is torch.nn.Module:
             continue
-        said += [
-            _function(f"{place}.{name}", function, cls.__module__)
-            for function in functions_of(item)
-            if not _is_made_when_run(function, cls)
-        ]
-        if name[:2] == "__":
+        if isinstance(parts[0], types.FunctionType) and (_is_made_when_run(parts[0], cls) or not counts(name)):
             continue
-        if type(item) in _NUMBERS:
-            said.append(f"{name}={item!r}")
-        elif isinstance(item, dict):
-            said.append(f"{name}={_registered(f'{place}.{name}', item)}")
+        special = name[:2] == "__"
+        said += [f"{name}={state}" for x in parts if (callable(x) or not special) and (state := _state(x))]
     return "\0".join(said)
+
+
+def _inside(item: Any) -> tuple[Any, ...]:
+    """The values that a member of a class consists of."""
+    if isinstance(item, property):
+        return item.fget, item.fset
+    if isinstance(item, (staticmethod, classmethod)):
+        return (item.__func__,)
+    if isinstance(item, (functools.cached_property, functools.partialmethod, functools.partial)):
+        return (item.func,)
+    return (item,)
 
 
 def _is_made_when_run(function: types.FunctionType, cls: type) -> bool:
     """Whether the framework put a function of its own into a class of another module: transformers does, loading."""
-    return "<locals>" in function.__qualname__ and function.__module__ != cls.__module__ and is_own(function)
+    return "<locals>" in function.__qualname__ and function.__module__ != cls.__module__ and _is_own(function)
 
 
-def _registered(place: str, items: dict[Any, Any]) -> str:
-    """Functions, classes and numbers that a dict holds under names, whatever methods of its own it has."""
+def _registered(items: dict[Any, Any]) -> str:
+    """Functions, classes and numbers that a dict holds under names, whatever methods of its own it has: what has
+    other keys was not made to be registered in."""
     found = []
     for key, item in dict.items(items):
-        parts = item if isinstance(item, tuple) else (item,)
-        if isinstance(key, str):
-            found += [
-                f"{key}:{said}"
-                for part in parts
-                if (said := repr(part) if type(part) is str else _said(f"{place}[{key!r}]", part, ""))
-            ]
+        for part in (item if isinstance(item, tuple) else (item,)) if isinstance(key, str) else ():
+            said = part if type(part) is str else _state(part)
+            found.append(f"{key}:{said}")
     return ",".join(sorted(found))
 
 
-def _function(place: str, function: types.FunctionType, home: str) -> str:
-    """Where a function is from, and its code unless another module of the framework has it.
+def _function(function: types.FunctionType, home: str) -> str:
+    """Where a function is from, its code and its numbers.
 
     Raises:
-        Touched: it is written in a file that was not installed.
+        CannotIdentify: it is written in a file that was not installed.
     """
     while function.__code__ is _NOT_TRACED:
         function = function.__wrapped__  # type: ignore[attr-defined]
-    code = function.__code__
+    code, place = function.__code__, f"{function.__module__}.{function.__qualname__}"
+    if not _is_own(function) and not code.co_filename.startswith(("<", _installed())):
+        raise CannotIdentify(f"{place} stands in a module of the framework")
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     numbers = [default for default in defaults if type(default) in _NUMBERS]
-    said = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno} {numbers}"
-    if code.co_filename[:1] == "<":
-        return said
-    if is_own(function):
-        return f"{said}:{_code_digest(code)}" if function.__module__ == home else said
-    if not code.co_filename.startswith(_installed()):
-        raise Touched(f"{place} is {function.__module__}.{function.__qualname__}")
-    return f"{said}:{_code_digest(code)}"
+    return f"{place}:{numbers}:{code_digest(code) if home in ('', function.__module__) else ''}"
 
 
-def _code_digest(code: types.CodeType) -> str:
-    digest = hashlib.sha256(code.co_code)
-    digest.update("\0".join((*code.co_names, *code.co_varnames)).encode())
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            said = _code_digest(constant)
-        else:
-            said = repr(sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant)
-        digest.update(f"{said}\0".encode())
-    return digest.hexdigest()
+def _is_own(function: types.FunctionType) -> bool:
+    return is_framework(str(function.__globals__.get("__name__")))
 
 
 @functools.cache

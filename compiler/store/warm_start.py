@@ -2,10 +2,9 @@
 
 With a record a start needs no model class: nothing of transformers' models is imported, no module is made, and no
 weight is read but through the program. A record holds as long as everything is as it was when the class was imported
-and its module described: the checkpoint's files, the source files behind the class, the environment variables that
-its code reads, what is installed, and the modules of the framework that are loaded; and as long as nothing is
-registered with transformers. A program that was taken by a record is compared with the logits that were stored with
-it.
+and its module described: the checkpoint's files, the source files behind the class, what is installed, and the
+modules of the framework that are loaded; and as long as nothing is registered with transformers. A program that was
+taken by a record is compared with the logits that were stored with it.
 
 Code in memory may be another than its file's. So a record is made only where one could be used, in a process that had
 no module of models loaded before. What else was loaded before must be loaded in a process that uses it, and be alike.
@@ -27,10 +26,13 @@ import torch
 from torch import nn
 
 from ...runtime.ops.stored_weight import StoredWeight
-from ..fingerprint.describer import changed_variable
-from ..fingerprint.fingerprint import Fingerprint, settings_digest
-from ..fingerprint.framework_state import changed_module, framework_states, loaded_of_models
-from ..fingerprint.registered import check_nothing_registered
+from ..fingerprint.framework_state import (
+    changed_module,
+    check_nothing_registered,
+    framework_states,
+    loaded_of_models,
+)
+from ..fingerprint.identity import Identity, settings_digest
 from ..fingerprint.tensor_contents import module_tensors, stored_digest
 from ..options import CompileOptions
 from .checkpoint_files import CheckpointFiles, sample_digest
@@ -41,7 +43,6 @@ from .typed_data import from_plain
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
 _DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
-_OURS = __name__.partition(".")[0]
 _FRAMEWORK = frozenset(("torch", "transformers", "huggingface_hub"))
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
@@ -59,7 +60,6 @@ class WarmStart:
         weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
         tensors: those of the module that no file holds.
         sources: Python modules behind the class, and of transformers all that were loaded → SHA-256 of their files.
-        variables: environment variables that code reads → their values.
         states: loaded modules of the framework → their digests.
         before: those and the sources that were loaded before the model was.
         facts: what else a server of the model has to know of its configs.
@@ -70,7 +70,6 @@ class WarmStart:
     weights: dict[str, tuple[str, str]]
     tensors: dict[str, torch.Tensor]
     sources: dict[str, str]
-    variables: dict[str, str | None]
     states: dict[str, str]
     before: list[str]
     facts: Facts
@@ -93,26 +92,25 @@ def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
 
 
 def describe_start(
-    model: nn.Module, found: Fingerprint, files: CheckpointFiles, facts: Facts, loaded: Container[str]
+    model: nn.Module, found: Identity, files: CheckpointFiles, facts: Facts, loaded: Container[str]
 ) -> WarmStart:
     """The record of a checkpoint that ``model`` was just loaded from.
 
     Args:
         model: as it was loaded.
-        found: its description.
+        found: its identity.
         files: the checkpoint's.
         facts: see ``WarmStart``.
         loaded: names of the Python modules that were loaded before the model was.
 
     Raises:
         CannotStore: the module is not made of the files' tensors, or of code that the record could not check.
-        Touched: something that is not the framework's stands in a module of it, or is registered with it.
+        CannotIdentify: something that is not the framework's stands in a module of it, or is registered with it.
     """
     kind = type(model)
     if not kind.__module__.startswith("transformers.models."):
         raise CannotStore(f"{kind.__qualname__} is not transformers' own")
-    # Our own sources are part of the key.
-    sources = {name: digest for name, digest in found.sources.items() if name.partition(".")[0] != _OURS}
+    sources = dict(found.sources)
     for name in sources:
         if name.partition(".")[0] not in _FRAMEWORK or _source(name) is None:
             raise CannotStore(f"its code is in {name}, too")
@@ -154,7 +152,7 @@ def describe_start(
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     before = sorted(name for name in sources.keys() | states if name in loaded)
-    return WarmStart(found.digest, held, kept, sources, dict(found.variables), states, before, facts, stored)
+    return WarmStart(found.digest, held, kept, sources, states, before, facts, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -180,15 +178,13 @@ def check_record(record: WarmStart) -> None:
 
     Raises:
         NotAsItWas: something else would be loaded, or might be.
-        Touched: as ``describe_start``.
+        CannotIdentify: as ``describe_start``.
     """
     if (name := loaded_of_models(record.sources, sys.modules)) is not None:
         raise NotAsItWas(f"{name} is loaded, and may have been changed")
     if (name := next((name for name in record.before if name not in sys.modules), None)) is not None:
         raise NotAsItWas(f"{name} was loaded before the model was, and may have been changed")
     check_nothing_registered()
-    if (name := changed_variable(record.variables)) is not None:
-        raise NotAsItWas(f"the environment variable {name} has another value")
     for module, digest in record.sources.items():
         if _digest(module) != digest:
             raise NotAsItWas(f"the source of {module} is another")

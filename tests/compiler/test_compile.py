@@ -12,7 +12,7 @@ from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler import compile as compile_module
-from torch_pagoda.compiler.fingerprint.fingerprint import Fingerprint
+from torch_pagoda.compiler.fingerprint.identity import Identity
 from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import check, compared_steps, reference_of_model
@@ -110,7 +110,7 @@ def test_stored_program_reads_the_weights_that_there_are(no_compiler):
 
 def test_a_stale_program_is_found_when_it_is_loaded(monkeypatch, caplog):
     """Whatever the digest leaves out: here it leaves out everything."""
-    monkeypatch.setattr(compile_module, "fingerprint", lambda *args: Fingerprint("0" * 64, {}, {}))
+    monkeypatch.setattr(compile_module, "identity", lambda *args: Identity("0" * 64, {}))
 
     def with_gain(gain):
         return ToyLM(sdpa, finish=lambda logits: logits * gain + gain * logits.square())

@@ -32,7 +32,8 @@ from torch_pagoda.compiler import build, pipeline
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describer
-from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
+from torch_pagoda.compiler.fingerprint.forward_reads import ForwardReads
+from torch_pagoda.compiler.fingerprint.identity import add_model, modes
 from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.compiler.verify import dump
@@ -204,15 +205,16 @@ class _Describer(Describer):
                 raise CannotIdentify(name)
             place = places.setdefault(tensor.data_ptr(), len(places))
             form = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor.is_inference()
-            self._say(type(tensor).__name__, f"{name} {place} {form}")
+            self.say(type(tensor).__name__, f"{name} {place} {form}")
 
 
 def _key_of_model(model: nn.Module) -> str | None:
     """None for a model that cannot be described."""
     try:
-        describer = _Describer()
+        reads = ForwardReads(model)
+        describer = _Describer(reads.runs)
         describer.add((torch.get_default_dtype(), *modes()))
-        describer.add_module(model)
+        add_model(describer, model, reads)
         return describer.digest()
     except Exception:
         return None

@@ -1,8 +1,8 @@
-"""Fingerprints: the same model has the same one in every process, and nothing that a program depends on is left
-out."""
+"""Identities: the same model has the same one in every process, and nothing that a program depends on is left out."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import types
@@ -15,11 +15,10 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import CompileOptions, options
-from torch_pagoda.compiler.fingerprint import fingerprint as module
-from torch_pagoda.compiler.fingerprint import framework
+from torch_pagoda.compiler.fingerprint import identity as module
 from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
-from torch_pagoda.compiler.fingerprint.fingerprint import fingerprint
-from torch_pagoda.compiler.fingerprint.framework_state import module_state
+from torch_pagoda.compiler.fingerprint.framework_state import class_state, module_state
+from torch_pagoda.compiler.fingerprint.identity import identity
 from torch_pagoda.compiler.fingerprint.tensor_contents import WHOLE_BYTES, contents_digest
 from torch_pagoda.passes import PASSES
 
@@ -27,7 +26,14 @@ from tiny_models import build_tiny_model
 
 
 def of(model, options=CompileOptions()):  # noqa: B008
-    return fingerprint(model, options, contents_digest(model)).digest
+    """The digest of a model; for one that is not stored a text that no other has."""
+    try:
+        return identity(model, options, contents_digest(model)).digest
+    except CannotIdentify as error:
+        return f"{next(_refusals)}: {error}"
+
+
+_refusals = itertools.count()
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def llama():
     return build_tiny_model("llama", num_hidden_layers=2)
 
 
-def test_equal_models_have_equal_fingerprints(llama):
+def test_equal_models_are_one(llama):
     assert of(llama) == of(build_tiny_model("llama", num_hidden_layers=2))
 
 
@@ -45,11 +51,11 @@ def test_other_processes_agree():
     code = (
         "from tiny_models import build_tiny_model\n"
         "from torch_pagoda.compiler import CompileOptions\n"
-        "from torch_pagoda.compiler.fingerprint.fingerprint import fingerprint\n"
+        "from torch_pagoda.compiler.fingerprint.identity import identity\n"
         "from torch_pagoda.compiler.fingerprint.tensor_contents import contents_digest\n"
         f"for kind in {kinds}:\n"
         "    model = build_tiny_model(kind)\n"
-        "    print(fingerprint(model, CompileOptions(), contents_digest(model)).digest)\n"
+        "    print(identity(model, CompileOptions(), contents_digest(model)).digest)\n"
     )
     tests = str(Path(__file__).parents[2] / "support")
     env = {"PYTHONPATH": tests, "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
@@ -268,13 +274,13 @@ def test_generation_config_is_no_part_of_it(llama):
 def test_objects_without_content_are_refused(llama):
     llama.model.source = iter([1, 2])
     with pytest.raises(CannotIdentify, match="list_iterator"):
-        of(llama)
+        identity(llama, CompileOptions(), "")
 
 
 def test_tensors_elsewhere_are_refused(llama):
     llama.model.norm.to("meta")
     with pytest.raises(CannotIdentify, match=r"model\.norm\.weight is a .* on meta"):
-        of(llama)
+        identity(llama, CompileOptions(), "")
 
 
 class Own:
@@ -285,20 +291,36 @@ class Own:
     relu = nn.ReLU.forward
 
 
-def test_members_under_another_name_or_from_elsewhere_are_patches():
-    assert dict(framework.patches(nn.Linear)) == {}
-    found = dict(framework.patches(Own))
-    assert found["relu"] == "torch.nn.modules.activation.ReLU.forward"
-    assert "forward" not in found and "linear" not in found
+MEMBERS = {
+    "another function": nn.ReLU.forward,
+    "a function in C": torch.relu,
+    "a property": property(nn.ReLU.forward),
+    "a classmethod": classmethod(nn.ReLU.forward),
+    "a number": 3,
+    "nothing": None,
+}
 
-    class Patched(nn.Linear):
-        def forward(self, x):
-            return x
 
-        reset_parameters = property(lambda self: None)
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+def test_a_class_counts_by_its_members(monkeypatch, member):
+    before = class_state(Own)
+    monkeypatch.setattr(Own, "forward", member)
+    assert class_state(Own) != before
 
-    found = dict(framework.patches(Patched))
-    assert found["forward"] is vars(Patched)["forward"] and "reset_parameters" in found
+
+def test_of_methods_those_count_that_are_read(monkeypatch):
+    before = class_state(Own, lambda name: name == "relu")
+    monkeypatch.setattr(Own, "forward", nn.ReLU.forward)
+    assert class_state(Own, lambda name: name == "relu") == before
+    monkeypatch.setattr(Own, "relu", nn.Linear.forward)
+    assert class_state(Own, lambda name: name == "relu") != before
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, property, staticmethod], ids=["method", "property", "static"])
+def test_a_class_with_a_function_from_elsewhere_is_refused(monkeypatch, wrap):
+    monkeypatch.setattr(Own, "forward", wrap(of))
+    with pytest.raises(CannotIdentify, match=r"\.of stands in a module of the framework"):
+        class_state(Own)
 
 
 def test_a_module_counts_by_what_it_names():

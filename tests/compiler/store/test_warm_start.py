@@ -21,13 +21,9 @@ from transformers.models.auto import auto_mappings, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from torch_pagoda.compiler import CheckpointFiles, CompileOptions, compile_program, program_of_checkpoint
-from torch_pagoda.compiler.fingerprint.fingerprint import Fingerprint
-from torch_pagoda.compiler.fingerprint.framework_state import (
-    Touched,
-    changed_module,
-    framework_states,
-    loaded_of_models,
-)
+from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
+from torch_pagoda.compiler.fingerprint.framework_state import changed_module, framework_states, loaded_of_models
+from torch_pagoda.compiler.fingerprint.identity import Identity
 from torch_pagoda.compiler.link import linker
 from torch_pagoda.compiler.store import warm_start
 from torch_pagoda.compiler.store.graph_data import CannotStore
@@ -130,7 +126,7 @@ LLAMA = "transformers.models.llama.modeling_llama"
 def test_code_that_is_loaded_may_have_been_changed():
     importlib.import_module(LLAMA)
     with pytest.raises(warm_start.NotAsItWas, match=f"{LLAMA} is loaded"):
-        warm_start.check_record(warm_start.WarmStart("", {}, {}, {LLAMA: ""}, {}, {}, [], {}))
+        warm_start.check_record(warm_start.WarmStart("", {}, {}, {LLAMA: ""}, {}, [], {}))
     assert loaded_of_models(["transformers.models.auto.modeling_auto"], sys.modules) is None, "which is looked at"
 
 
@@ -144,7 +140,7 @@ def test_code_that_is_loaded_may_have_been_changed():
 )
 def test_nothing_is_recorded_of_code_that_may_be_anything(kept, source, loaded, words):
     model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
-    found = Fingerprint("", {source: ""}, {})
+    found = Identity("", {source: ""})
     with pytest.raises(CannotStore, match=words):
         warm_start.describe_start(model, found, files(kept / "checkpoint"), FACTS, loaded)
 
@@ -152,7 +148,7 @@ def test_nothing_is_recorded_of_code_that_may_be_anything(kept, source, loaded, 
 def test_a_record_names_all_files_that_loading_runs_and_what_was_loaded_before(kept, start):
     model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
     loaded = {"torch.nn.functional", "transformers.activations", "json"}
-    record = warm_start.describe_start(model, Fingerprint("", {}, {}), files(kept / "checkpoint"), FACTS, loaded)
+    record = warm_start.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, loaded)
     assert record.before == ["torch.nn.functional", "transformers.activations"]
     decide = "conversion_mapping core_model_loading generation.configuration_utils models.auto.modeling_auto".split()
     assert {f"transformers.{name}" for name in decide} <= record.sources.keys()
@@ -174,8 +170,8 @@ def test_classes_that_were_registered(kept, start, caplog, monkeypatch, tmp_path
         assert start() is None
         monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
         model = transformers.LlamaForCausalLM.from_pretrained(kept / "checkpoint").eval()
-        with pytest.raises(Touched, match="GPT2Config is registered"):
-            warm_start.describe_start(model, Fingerprint("", {}, {}), files(kept / "checkpoint"), FACTS, frozenset())
+        with pytest.raises(CannotIdentify, match="GPT2Config is registered"):
+            warm_start.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, frozenset())
     assert "GPT2Config is registered" in caplog.text
 
 
@@ -228,7 +224,6 @@ CHANGES = {
     "another source": ({"sources": {"transformers.models.llama.modeling_llama": "0" * 64}}, "is another"),
     "a source that is gone": ({"sources": {"transformers.models.llama.no_such_file": "0" * 64}}, "is another"),
     "a module that is not loaded here": ({"before": ["transformers.pagoda_patches"]}, "was loaded before the model"),
-    "a variable": ({"variables": {"PAGODA_TEST_VARIABLE": "1"}}, "PAGODA_TEST_VARIABLE"),
     "a module of the framework": ({"states": {"torch.nn.functional": "0" * 64}}, "torch.nn.functional was changed"),
     "a weight that is gone": ({"weights": {}}, "nothing is recorded"),
     "a weight of another name": ({"weights": {"model.norm.weight": ("no.such", "")}}, "nothing|no 'no.such'"),
@@ -339,7 +334,7 @@ PATCHES = {
 def test_changes_of_the_framework_are_seen(states, monkeypatch, patch):
     assert changed_module(states) is None
     patch(monkeypatch)
-    with suppress(Touched):
+    with suppress(CannotIdentify):
         assert changed_module(states) is not None
 
 
