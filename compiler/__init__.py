@@ -8,14 +8,12 @@ from .fingerprint.module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
 from .store.checkpoint_files import CheckpointFiles
-from .store.warm_start import Facts
 from .weights.weight_guard import WeightGuard
 
 __all__ = [
     "CheckpointFiles",
     "CompileOptions",
     "CompileReport",
-    "Facts",
     "ModuleGuard",
     "NotFinite",
     "UnsupportedModel",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Container
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -15,6 +17,7 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
+from .calibrate.recorded_grid import on_recorded_grid
 from .fingerprint.describer import CannotIdentify
 from .fingerprint.identity import Identity, identity
 from .fingerprint.tensor_contents import contents_digest, module_tensors
@@ -23,23 +26,21 @@ from .options import CompileOptions
 from .report import CompileReport, PhaseClock
 from .store.checkpoint_files import CheckpointFiles
 from .store.graph_data import CannotStore
+from .store.model_facts import facts_of, model_of
 from .store.program_store import ProgramStore, open_store
-from .store.stored_program import Outdated, describe, report_data, restore, tensors_read
-from .store.typed_data import to_plain
+from .store.stored_program import Outdated, StoredProgram, describe, restore, tensors_read
 from .store.warm_start import (
-    Facts,
     NotAsItWas,
     WarmStart,
     check_record,
     describe_start,
-    read_record,
     start_tensors,
     warm_key,
 )
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
-from .verify.stored_reference import reference_data, stored_reference
+from .verify.stored_reference import from_stored, to_stored
 
 if TYPE_CHECKING:
     from .build import Built
@@ -53,7 +54,6 @@ def compile_program(
     *,
     owns_weights: bool = False,
     files: CheckpointFiles | None = None,
-    facts: Facts | None = None,
     loaded: Container[str] | None = None,
 ) -> LinkedProgram:
     """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
@@ -63,7 +63,6 @@ def compile_program(
 
     Args:
         files: those that the model was just loaded from, so that ``program_of_checkpoint`` finds the program by them.
-        facts: what that is to return besides.
         loaded: names of the Python modules that were loaded before the model was; by default those that are now.
     """
     start = time.perf_counter()
@@ -86,7 +85,7 @@ def compile_program(
     # Before anything packs the weights, or moves them.
     record = None
     if store is not None and files is not None and options.verify != "off":
-        record = _record(model, options, found, files, facts or {}, sys.modules if loaded is None else loaded)
+        record = _record(model, options, found, files, sys.modules if loaded is None else loaded)
     if store is not None and (program := _stored(store, key, model, options, owns_weights, start)) is not None:
         if record is not None and program.rope_switch is None:
             store.save(*record)
@@ -103,10 +102,8 @@ def compile_program(
     finish(built, owns_weights=owns_weights)
     program = built.program
     if store is not None and data is not None:
-        more = {
-            "reference": None if built.reference is None else reference_data(built.reference),
-        }
-        store.save(key, {**data, **more, "report": report_data(program.report)})
+        reference = None if built.reference is None else to_stored(built.reference)
+        store.save(key, replace(data, report=program.report, reference=reference))
         if record is not None and program.rope_switch is None:
             store.save(*record)
     return program
@@ -117,19 +114,21 @@ def _record(
     options: CompileOptions,
     found: Identity,
     files: CheckpointFiles,
-    facts: Facts,
     loaded: Container[str],
-) -> tuple[str, dict[str, Any]] | None:
-    """The name and the data of the record by which a later start finds the program; None where there can be none."""
+) -> tuple[str, WarmStart] | None:
+    """The name of the record, and it, by which a later start finds the program; None where there can be none."""
+    if (facts := facts_of(model)) is None:
+        return None
     try:
-        return warm_key(files, options), to_plain(describe_start(model, found, files, facts, loaded))
+        return warm_key(files, options), describe_start(model, found, files, facts, loaded)
     except (CannotIdentify, CannotStore, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None
 
 
-def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Facts] | None:
-    """The program that was compiled before from a checkpoint, over its tensors, and what was noted of the model.
+def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Any] | None:
+    """The program that was compiled before from a checkpoint, over its tensors, and the model's configs (see
+    ``model_facts.model_of``).
 
     Neither the model's class nor its modules are made. The program is compared with the logits that the model gave
     when it was compiled, once the weights are packed.
@@ -140,24 +139,27 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
 
     Returns:
         None where there is no such program, or it may not be the checkpoint's any more.
+
+    Raises:
+        ValueError: the options contradict the grid that the checkpoint's weights lie on.
     """
     start = time.perf_counter()
-    options = options.for_device("cpu")
+    config = SimpleNamespace(**json.loads(files.texts["config.json"]))
+    options = on_recorded_grid(options, config).for_device("cpu")
     store = open_store()
     if store is None or options.verify == "off" or _not_stored(options):
         return None
     begin_loading()
     try:
         name = warm_key(files, options)
-        if (data := store.load(name)) is None:
+        if (record := store.load(name, WarmStart)) is None:
             return None
-        record = read_record(data)
         check_record(record)
     except (CannotIdentify, NotAsItWas, OSError, ValueError) as error:
         log.info("the model's class is loaded: %s", error)
         return None
     program = _of_record(store, name, record, files, options, start)
-    return None if program is None else (program, record.facts)
+    return None if program is None else (program, model_of(record.facts))
 
 
 @phase("load")
@@ -165,11 +167,12 @@ def _of_record(
     store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions, start: float
 ) -> LinkedProgram | None:
     """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
-    if (data := store.load(record.program)) is None:
+    stored = store.load(record.program, StoredProgram)
+    if stored is None or stored.reference is None:
         return None
     try:
-        program = restore(data, start_tensors(record, files, tensors_read(data)), merge=not _packs(options))
-        reference = stored_reference(data["reference"], program.vocab_size)
+        program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not _packs(options))
+        reference = from_stored(stored.reference)
     except Exception as error:
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)
@@ -220,12 +223,11 @@ def _stored(
     Raises:
         UnsupportedModel: its rounded weights do not say what the model says; it is forgotten.
     """
-    data = store.load(key)
-    if data is None:
+    stored = store.load(key, StoredProgram)
+    if stored is None or (stored.reference is None and options.verify != "off"):
         return None
     try:
-        program = restore(data, module_tensors(model))
-        judged = None if options.verify == "off" else stored_reference(data["reference"], program.vocab_size)
+        program = restore(stored, module_tensors(model))
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)
@@ -236,10 +238,10 @@ def _stored(
         return None
     clock = _restored(program.report, start)
     reference = None
-    if judged is not None:
+    if stored.reference is not None and options.verify != "off":
         check_kernels()
         own = reference_of_model(model, SHORT_SCHEDULE)
-        reference = replace(own, tolerance=judged.tolerance, share=judged.share)
+        reference = replace(own, tolerance=stored.reference.tolerance, share=stored.reference.share)
     # Until weights are rounded and packed, every product would round its own; nothing computes with stored ones.
     packs_first = bool(options.quantization) or program.has_stored_weights
     if reference is not None and not packs_first:
@@ -261,8 +263,8 @@ def _stored(
     return program
 
 
-def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:
-    """The data to store of a program whose weights are not packed yet; None where it cannot be."""
+def _described(built: Built, model: nn.Module, contents: str) -> StoredProgram | None:
+    """What to store of a program whose weights are not packed yet; None where it cannot be."""
     if contents_digest(model) != contents:
         log.info("the program is not kept for later starts: the first call changed tensors of the module")
         return None

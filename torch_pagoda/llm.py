@@ -32,13 +32,12 @@ from .compiler import (
     UnsupportedModel,
     WeightGuard,
     compile_program,
+    program_of_checkpoint,
 )
 from .compiler.calibrate.recorded_grid import on_recorded_grid
 from .compiler.capture.state_layers import check_state
 from .default_params import default_params, params_or, recommended_params
 from .device import free_memory, resolve_device
-from .known_program import known_program
-from .model_facts import facts_of
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.autocast import without_autocast
 from .runtime.engine.engine import Engine
@@ -112,7 +111,9 @@ class LLM:
         module, program, files = None, None, None
         if isinstance(model, str | os.PathLike):
             files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
-            if files is not None and (found := known_program(files, compiling)) is not None:
+            with without_autocast(device.type):
+                found = None if files is None else program_of_checkpoint(files, compiling)
+            if found is not None:
                 program, module = found
             else:
                 _, config = load_config(model, loading.trust_remote_code)
@@ -134,16 +135,8 @@ class LLM:
         self._default_params = default_params(self.recommended_params)
 
         if program is None:
-            facts = facts_of(module)
             with _refusals_named(model), without_autocast(device.type):
-                program = compile_program(
-                    module,
-                    compiling,
-                    owns_weights=loads,
-                    files=None if facts is None else files,
-                    facts=facts,
-                    loaded=loaded,
-                )
+                program = compile_program(module, compiling, owns_weights=loads, files=files, loaded=loaded)
             self._weights = WeightGuard(module, program.copied_weights, program.merged_weights)
         else:  # nobody but the program holds the tensors
             self._weights = WeightGuard(nn.Module())

@@ -17,10 +17,9 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,18 +36,14 @@ from ..fingerprint.tensor_contents import module_tensors, stored_digest
 from ..options import CompileOptions
 from .checkpoint_files import CheckpointFiles, sample_digest
 from .graph_data import CannotStore
+from .model_facts import Facts
 from .stored_sources import StoredSource, of_source, stored_source
-from .typed_data import from_plain
 
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
-_DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 _FRAMEWORK = frozenset(("torch", "transformers", "huggingface_hub"))
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
-
-Fact = bool | int | float | None
-Facts = dict[str, Fact | list[int]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class WarmStart:
 
     Attributes:
         program: the key of its program.
-        weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
+        weights: the module's tensor → the checkpoint's, and the dtype that it is converted to (None: its own).
         tensors: those of the module that no file holds.
         sources: Python modules behind the class, and of transformers all that were loaded → SHA-256 of their files.
         states: loaded modules of the framework → their digests.
@@ -67,7 +62,7 @@ class WarmStart:
     """
 
     program: str
-    weights: dict[str, tuple[str, str]]
+    weights: dict[str, tuple[str, torch.dtype | None]]
     tensors: dict[str, torch.Tensor]
     sources: dict[str, str]
     states: dict[str, str]
@@ -121,9 +116,9 @@ def describe_start(
     sources |= {name: _digest(name) for name in states if name.startswith("transformers.")}
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
-    held: dict[str, tuple[str, str]] = {}
+    held: dict[str, tuple[str, torch.dtype | None]] = {}
     own: dict[str, str] = {}
-    converted: dict[str, tuple[str, str]] = {}
+    converted: dict[str, tuple[str, torch.dtype | None]] = {}
     quantized: dict[str, str] = {}
     for name, tensor in files.of_a_float_checkpoint(_dtype_of_stored(named)):
         if isinstance(tensor, StoredWeight):
@@ -131,8 +126,8 @@ def describe_start(
             continue
         own[name] = sample_digest(tensor)
         for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
-            converted.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
-    by_content = {**converted, **{digest: (name, "") for name, digest in reversed(own.items())}}
+            converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+    by_content = {**converted, **{digest: (name, None) for name, digest in reversed(own.items())}}
     kept: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredSource] = {}
     for name, tensor in named.items():
@@ -144,7 +139,7 @@ def describe_start(
             continue
         source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
         if source is not None:
-            held[name] = (name, "") if own.get(name) == own[source[0]] and not source[1] else source
+            held[name] = (name, None) if own.get(name) == own[source[0]] and source[1] is None else source
         elif isinstance(tensor, nn.Parameter):
             raise CannotStore(f"its files hold no tensor that is {name!r}")
         else:
@@ -158,19 +153,6 @@ def describe_start(
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
     """The dtype that the first quantised weight is shown in; any where there is none."""
     return next((tensor.dtype for tensor in named.values() if isinstance(tensor, StoredWeight)), torch.bfloat16)
-
-
-def read_record(data: Mapping[str, Any]) -> WarmStart:
-    """The record that ``typed_data.to_plain`` was given.
-
-    Raises:
-        ValueError: it is none.
-    """
-    record: WarmStart = from_plain(WarmStart, {f.name: data.get(f.name) for f in fields(WarmStart)}, "the record")
-    for dtype in (*(dtype for _, dtype in record.weights.values() if dtype), *_shown(record)):
-        if dtype not in _DTYPES:
-            raise ValueError(f"the record converts weights to {dtype!r}")
-    return record
 
 
 def check_record(record: WarmStart) -> None:
@@ -198,14 +180,15 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
     Raises:
         NotAsItWas: one of them is missing.
     """
-    stored = dict(files.of_a_float_checkpoint(next((_DTYPES[dtype] for dtype in _shown(record)), torch.bfloat16)))
-    made: dict[tuple[str, str], torch.Tensor] = {}
+    shown = next((source.dtype for source in record.stored.values()), torch.bfloat16)
+    stored = dict(files.of_a_float_checkpoint(shown))
+    made: dict[tuple[str, torch.dtype | None], torch.Tensor] = {}
     made_of: dict[StoredSource, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name in needed:
         if (quantized := record.stored.get(name)) is not None:
             if quantized not in made_of:
-                made_of[quantized] = of_source(quantized, stored, _DTYPES[quantized.dtype])
+                made_of[quantized] = of_source(quantized, stored)
             found[name] = made_of[quantized]
             continue
         if (source := record.weights.get(name)) is None:
@@ -217,14 +200,9 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
             if source[0] not in stored:
                 raise NotAsItWas(f"the checkpoint has no {source[0]!r}")
             tensor = stored[source[0]]
-            made[source] = tensor.to(_DTYPES[source[1]]) if source[1] else tensor
+            made[source] = tensor if source[1] is None else tensor.to(source[1])
         found[name] = made[source]
     return found
-
-
-def _shown(record: WarmStart) -> Iterator[str]:
-    """The dtypes that quantised weights are shown in."""
-    return (source.dtype for source in record.stored.values())
 
 
 def _digest(name: str) -> str:
