@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..passes.graph.traced import NotFinite, UnsupportedModel
 from .compile import compile_program, program_of_checkpoint
-from .fingerprint.module_guard import ModuleGuard
+from .live_module.module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
-from .store.checkpoint_files import CheckpointFiles
+from .warm_start.checkpoint_files import CheckpointFiles
 from .weights.weight_guard import WeightGuard
 
 __all__ = [

@@ -18,18 +18,19 @@ from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase
 from .calibrate.recorded_grid import on_recorded_grid
-from .fingerprint.describer import CannotIdentify
-from .fingerprint.identity import Identity, identity
-from .fingerprint.tensor_contents import contents_digest, module_tensors
 from .link.linker import LinkedProgram
+from .live_module.describer import CannotIdentify
 from .options import CompileOptions
 from .report import CompileReport, PhaseClock
-from .store.checkpoint_files import CheckpointFiles
-from .store.graph_data import CannotStore
-from .store.model_facts import facts_of, model_of
-from .store.program_store import ProgramStore, open_store
-from .store.stored_program import Outdated, StoredProgram, describe, restore, tensors_read
-from .store.warm_start import (
+from .user_passes import registered_passes
+from .verify import dump
+from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
+from .warm_start.checkpoint_files import CheckpointFiles
+from .warm_start.file import ProgramStore, open_store
+from .warm_start.graph_data import CannotStore
+from .warm_start.identity import Identity, identity
+from .warm_start.model_facts import facts_of, model_of
+from .warm_start.record import (
     NotAsItWas,
     WarmStart,
     check_record,
@@ -37,10 +38,9 @@ from .store.warm_start import (
     start_tensors,
     warm_key,
 )
-from .user_passes import registered_passes
-from .verify import dump
-from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
-from .verify.stored_reference import from_stored, to_stored
+from .warm_start.reference import from_stored, to_stored
+from .warm_start.restore import Outdated, StoredProgram, describe, restore, tensors_read
+from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
     from .build import Built

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from torch_pagoda.compiler.store.program_store import DISABLE
 from torch_pagoda.compiler.targets.npu.offline.run import is_offline, run_python
 from torch_pagoda.compiler.targets.npu.offline.toolchain import ToolchainError, set_up_toolchain
+from torch_pagoda.compiler.warm_start.file import DISABLE
 
 from tiers import OWN, TESTS, TIERS, left_to_grid, shard_of, tier_of, tier_of_file
 

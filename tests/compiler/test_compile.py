@@ -14,11 +14,11 @@ from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler import compile as compile_module
-from torch_pagoda.compiler.fingerprint.identity import Identity
-from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
-from torch_pagoda.compiler.store.stored_program import StoredProgram
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import check, compared_steps, reference_of_model
+from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore
+from torch_pagoda.compiler.warm_start.identity import Identity
+from torch_pagoda.compiler.warm_start.restore import StoredProgram
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.runtime.ops.native import load_kernels
 

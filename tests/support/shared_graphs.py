@@ -31,12 +31,12 @@ from torch._guards import TracingContext
 from torch_pagoda.compiler import build, pipeline
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.capture.trace import Captured
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describer
-from torch_pagoda.compiler.fingerprint.forward_reads import ForwardReads
-from torch_pagoda.compiler.fingerprint.identity import add_model, modes
-from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
+from torch_pagoda.compiler.live_module.describer import CannotIdentify, Describer
+from torch_pagoda.compiler.live_module.forward_reads import ForwardReads
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.compiler.verify import dump
+from torch_pagoda.compiler.warm_start.identity import add_model, modes
+from torch_pagoda.compiler.weights.tensor_contents import module_tensors, update_whole
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.runtime.ops.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase

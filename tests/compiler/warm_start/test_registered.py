@@ -13,9 +13,9 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from torch_pagoda.compiler.fingerprint import framework_state
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, describe
-from torch_pagoda.compiler.fingerprint.framework_state import check_nothing_registered
+from torch_pagoda.compiler.live_module.describer import CannotIdentify, describe
+from torch_pagoda.compiler.warm_start import framework_state
+from torch_pagoda.compiler.warm_start.framework_state import check_nothing_registered
 
 
 class OwnConfig(transformers.PreTrainedConfig):

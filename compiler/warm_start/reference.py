@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..store.stored_program import StoredReference
-from .self_check import SHORT_SCHEDULE, Reference
+from ..verify.self_check import SHORT_SCHEDULE, Reference
+from .restore import StoredReference
 
 
 def to_stored(reference: Reference) -> StoredReference:

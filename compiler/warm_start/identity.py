@@ -35,11 +35,11 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from ...runtime.ops.native import processor
+from ..live_module.code_reads import imports_in, untold_in
+from ..live_module.describer import CannotIdentify, Describer, looking
+from ..live_module.forward_reads import ForwardReads
+from ..live_module.framework import is_framework
 from ..options import CompileOptions, selected_passes
-from .code_reads import imports_in, untold_in
-from .describer import CannotIdentify, Describer, looking
-from .forward_reads import ForwardReads
-from .framework import is_framework
 from .framework_state import class_state, entries_state
 
 _ROOT = Path(__file__).resolve().parents[1]

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
-from torch_pagoda.compiler.fingerprint.identity import identity
+from torch_pagoda.compiler.live_module.describer import CannotIdentify
+from torch_pagoda.compiler.warm_start.identity import identity
 
 from tiny_models import build_tiny_model
 

@@ -21,15 +21,15 @@ from transformers.models.auto import auto_mappings, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from torch_pagoda.compiler import CheckpointFiles, CompileOptions, compile_program, program_of_checkpoint
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
-from torch_pagoda.compiler.fingerprint.framework_state import changed_module, framework_states, loaded_of_models
-from torch_pagoda.compiler.fingerprint.identity import Identity
 from torch_pagoda.compiler.link import linker
-from torch_pagoda.compiler.store import warm_start
-from torch_pagoda.compiler.store.graph_data import CannotStore
-from torch_pagoda.compiler.store.model_facts import facts_of
-from torch_pagoda.compiler.store.program_store import DISABLE, open_store
+from torch_pagoda.compiler.live_module.describer import CannotIdentify
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
+from torch_pagoda.compiler.warm_start import record
+from torch_pagoda.compiler.warm_start.file import DISABLE, open_store
+from torch_pagoda.compiler.warm_start.framework_state import changed_module, framework_states, loaded_of_models
+from torch_pagoda.compiler.warm_start.graph_data import CannotStore
+from torch_pagoda.compiler.warm_start.identity import Identity
+from torch_pagoda.compiler.warm_start.model_facts import facts_of
 
 from tiny_models import build_tiny_model
 
@@ -70,9 +70,9 @@ def start(kept, monkeypatch):
     """Starts from the kept checkpoint, as in a process that has not loaded the model's code."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(kept / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     # What is discarded is kept for the next test.
-    monkeypatch.setattr("torch_pagoda.compiler.store.program_store.ProgramStore.discard", lambda *_: None)
+    monkeypatch.setattr("torch_pagoda.compiler.warm_start.file.ProgramStore.discard", lambda *_: None)
 
     def start(options=OPTIONS, **changes):
         return program_of_checkpoint(replace(files(kept / "checkpoint"), **changes), options)
@@ -95,7 +95,7 @@ def edit(kept, start, monkeypatch):
             data = load(store, key, kind)
             return change(data) if (key == record_name(kept)) is of_record else data
 
-        monkeypatch.setattr("torch_pagoda.compiler.store.program_store.ProgramStore.load", changed)
+        monkeypatch.setattr("torch_pagoda.compiler.warm_start.file.ProgramStore.load", changed)
 
     return edit
 
@@ -110,7 +110,7 @@ def test_a_program_is_found_by_its_checkpoint(kept, start):
 def test_rows_of_merged_matrices_are_packed_where_they_lie(tmp_path, monkeypatch):
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     folder = saved(tmp_path / "checkpoint")
     compiled(folder, dtype=torch.bfloat16)
     packed, pack = [], linker.pack_weight
@@ -125,8 +125,8 @@ LLAMA = "transformers.models.llama.modeling_llama"
 
 def test_code_that_is_loaded_may_have_been_changed():
     importlib.import_module(LLAMA)
-    with pytest.raises(warm_start.NotAsItWas, match=f"{LLAMA} is loaded"):
-        warm_start.check_record(warm_start.WarmStart("", {}, {}, {LLAMA: ""}, {}, [], {}))
+    with pytest.raises(record.NotAsItWas, match=f"{LLAMA} is loaded"):
+        record.check_record(record.WarmStart("", {}, {}, {LLAMA: ""}, {}, [], {}))
     assert loaded_of_models(["transformers.models.auto.modeling_auto"], sys.modules) is None, "which is looked at"
 
 
@@ -142,20 +142,20 @@ def test_nothing_is_recorded_of_code_that_may_be_anything(kept, source, loaded, 
     model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
     found = Identity("", {source: ""})
     with pytest.raises(CannotStore, match=words):
-        warm_start.describe_start(model, found, files(kept / "checkpoint"), FACTS, loaded)
+        record.describe_start(model, found, files(kept / "checkpoint"), FACTS, loaded)
 
 
 def test_a_record_names_all_files_that_loading_runs_and_what_was_loaded_before(kept, start):
     model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
     loaded = {"torch.nn.functional", "transformers.activations", "json"}
-    record = warm_start.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, loaded)
-    assert record.before == ["torch.nn.functional", "transformers.activations"]
+    made = record.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, loaded)
+    assert made.before == ["torch.nn.functional", "transformers.activations"]
     decide = "conversion_mapping core_model_loading generation.configuration_utils models.auto.modeling_auto".split()
-    assert {f"transformers.{name}" for name in decide} <= record.sources.keys()
-    assert not any(name.startswith("transformers.models.llama") for name in record.sources)
+    assert {f"transformers.{name}" for name in decide} <= made.sources.keys()
+    assert not any(name.startswith("transformers.models.llama") for name in made.sources)
     for name in ("conversion_mapping", "models.auto.auto_factory"):
-        with pytest.raises(warm_start.NotAsItWas, match="the source of"):
-            warm_start.check_record(replace(record, sources={**record.sources, f"transformers.{name}": "0" * 64}))
+        with pytest.raises(record.NotAsItWas, match="the source of"):
+            record.check_record(replace(made, sources={**made.sources, f"transformers.{name}": "0" * 64}))
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_classes_that_were_registered(kept, start, caplog, monkeypatch, tmp_path
         monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
         model = transformers.LlamaForCausalLM.from_pretrained(kept / "checkpoint").eval()
         with pytest.raises(CannotIdentify, match="GPT2Config is registered"):
-            warm_start.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, frozenset())
+            record.describe_start(model, Identity("", {}), files(kept / "checkpoint"), FACTS, frozenset())
     assert "GPT2Config is registered" in caplog.text
 
 
@@ -185,7 +185,7 @@ def test_a_function_is_what_it_was_when_dynamo_has_wrapped_it(states, monkeypatc
 def test_tied_and_converted_weights(tmp_path, monkeypatch, dtype):
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     folder = saved(tmp_path / "checkpoint", "gpt2")
     options = CompileOptions(codegen="none", quantization="int8")
     compiled(folder, options, dtype)
@@ -232,7 +232,7 @@ CHANGES = {
 
 @pytest.mark.parametrize(("change", "words"), CHANGES.values(), ids=CHANGES)
 def test_a_record_that_does_not_hold(start, edit, caplog, change, words):
-    edit(lambda record: replace(record, **change))
+    edit(lambda made: replace(made, **change))
     with caplog.at_level(logging.INFO, "torch_pagoda"):
         assert start() is None
     assert re.search(words, caplog.text)
@@ -317,7 +317,7 @@ def test_large_weights_in_several_files(tmp_path, monkeypatch, caplog, dtype):
     checkpoint, and one elsewhere shows in the logits."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     folder = tmp_path / "checkpoint"
     build_tiny_model("llama", num_hidden_layers=1, vocab_size=151_936).save_pretrained(folder, max_shard_size="30MB")
     shards = sorted(folder.glob("*.safetensors"))

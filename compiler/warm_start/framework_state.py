@@ -20,8 +20,8 @@ import torch
 import transformers
 from torch.nn.modules import module as _of_modules
 
-from .describer import CannotIdentify, code_digest, describe
-from .framework import is_framework, is_of_a_model
+from ..live_module.describer import CannotIdentify, code_digest, describe
+from ..live_module.framework import is_framework, is_of_a_model
 
 _CHOOSING = frozenset(
     f"transformers.models.auto.{x}" for x in ("auto_factory", "configuration_auto", "modeling_auto")

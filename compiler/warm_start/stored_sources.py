@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.ops.stored_weight import StoredWeight
-from ..fingerprint.tensor_contents import stored_digest
+from ..weights.tensor_contents import stored_digest
 
 
 @dataclass(frozen=True)

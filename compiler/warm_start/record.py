@@ -25,17 +25,17 @@ import torch
 from torch import nn
 
 from ...runtime.ops.stored_weight import StoredWeight
-from ..fingerprint.framework_state import (
+from ..options import CompileOptions
+from ..weights.tensor_contents import module_tensors, stored_digest
+from .checkpoint_files import CheckpointFiles, sample_digest
+from .framework_state import (
     changed_module,
     check_nothing_registered,
     framework_states,
     loaded_of_models,
 )
-from ..fingerprint.identity import Identity, settings_digest
-from ..fingerprint.tensor_contents import module_tensors, stored_digest
-from ..options import CompileOptions
-from .checkpoint_files import CheckpointFiles, sample_digest
 from .graph_data import CannotStore
+from .identity import Identity, settings_digest
 from .model_facts import Facts
 from .stored_sources import StoredSource, of_source, stored_source
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from torch_pagoda.compiler import CompileOptions, compile_program
-from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors
-from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
-from torch_pagoda.compiler.store.stored_program import Outdated, StoredProgram, restore
+from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore
+from torch_pagoda.compiler.warm_start.restore import Outdated, StoredProgram, restore
+from torch_pagoda.compiler.weights.tensor_contents import module_tensors
 from torch_pagoda.runtime.ops.native import load_kernels
 
 from tiny_models import build_tiny_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_pagoda.compiler.store.stored_program import _view_of_weight
+from torch_pagoda.compiler.warm_start.restore import _view_of_weight
 
 MODEL = nn.Linear(4, 3, bias=False).requires_grad_(False)
 

@@ -15,11 +15,11 @@ from transformers import AttentionInterface
 from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import CompileOptions, options
-from torch_pagoda.compiler.fingerprint import identity as module
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
-from torch_pagoda.compiler.fingerprint.framework_state import class_state, module_state
-from torch_pagoda.compiler.fingerprint.identity import identity
-from torch_pagoda.compiler.fingerprint.tensor_contents import WHOLE_BYTES, contents_digest
+from torch_pagoda.compiler.live_module.describer import CannotIdentify
+from torch_pagoda.compiler.warm_start import identity as module
+from torch_pagoda.compiler.warm_start.framework_state import class_state, module_state
+from torch_pagoda.compiler.warm_start.identity import identity
+from torch_pagoda.compiler.weights.tensor_contents import WHOLE_BYTES, contents_digest
 from torch_pagoda.passes import PASSES
 
 from tiny_models import build_tiny_model
@@ -51,8 +51,8 @@ def test_other_processes_agree():
     code = (
         "from tiny_models import build_tiny_model\n"
         "from torch_pagoda.compiler import CompileOptions\n"
-        "from torch_pagoda.compiler.fingerprint.identity import identity\n"
-        "from torch_pagoda.compiler.fingerprint.tensor_contents import contents_digest\n"
+        "from torch_pagoda.compiler.warm_start.identity import identity\n"
+        "from torch_pagoda.compiler.weights.tensor_contents import contents_digest\n"
         f"for kind in {kinds}:\n"
         "    model = build_tiny_model(kind)\n"
         "    print(identity(model, CompileOptions(), contents_digest(model)).digest)\n"

@@ -29,10 +29,10 @@ from torch import nn
 
 from ...runtime.ops.stored_weight import StoredWeight
 from ..report import first_line
+from ..weights.tensor_contents import module_tensors, tensor_digest
 from .code_reads import UNTOLD
 from .forward_reads import MAKERS
 from .framework import is_framework
-from .tensor_contents import module_tensors, tensor_digest
 
 _HEAP_TYPE = 1 << 9
 """Flag of classes that are made at run time, those written in Python among them."""

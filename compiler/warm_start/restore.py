@@ -11,12 +11,12 @@ from torch import nn
 
 from ...passes import TracedGraph
 from ...runtime.ops.stored_weight import StoredWeight
-from ..fingerprint.tensor_contents import module_tensors, tensor_digest
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
 from ..weights.merged_weights import merge_inputs
+from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
 
 _MOST_BYTES = 64 << 20

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx
 
-from torch_pagoda.compiler.store.graph_data import CannotStore, from_data, to_data
+from torch_pagoda.compiler.warm_start.graph_data import CannotStore, from_data, to_data
 
 aten = torch.ops.aten
 

@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from torch_pagoda.compiler.store import program_store
-from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore, open_store
+from torch_pagoda.compiler.warm_start import file
+from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore, open_store
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_broken_files_count_as_not_there(store, content, caplog):
 
 
 def test_other_formats_count_as_not_there(store, monkeypatch):
-    monkeypatch.setattr(program_store, "_MARK", b"pagoda program 0\n")
+    monkeypatch.setattr(file, "_MARK", b"pagoda program 0\n")
     store.save("a", {})
     monkeypatch.undo()
     assert store.load("a", dict) is None
@@ -143,7 +143,7 @@ def test_broken_off_writes_leave_nothing(store, monkeypatch, caplog):
 
 
 def test_programs_unused_for_longest_are_pruned(store, monkeypatch):
-    monkeypatch.setattr(program_store, "_MOST_FILES", 2)
+    monkeypatch.setattr(file, "_MOST_FILES", 2)
     for i, key in enumerate("abc"):
         store.save(key, {})
         os.utime(store.folder / f"{key}.program", (1e9 + i, 1e9 + i)) if (

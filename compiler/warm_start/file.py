@@ -23,9 +23,9 @@ from ...runtime.private_folder import cache_folder, check_private_folder, make_p
 from ...runtime.program import CacheSpec, StateSpec
 from ..link.linkage import Linkage
 from ..report import CompileReport, PassCheck, SizeCheck, Verdict
-from .stored_program import StoredProgram, StoredReference
+from .record import WarmStart
+from .restore import StoredProgram, StoredReference
 from .stored_sources import StoredSource
-from .warm_start import WarmStart
 
 T = TypeVar("T")
 
