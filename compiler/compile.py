@@ -29,17 +29,8 @@ from .warm_start.checkpoint_files import CheckpointFiles
 from .warm_start.file import ProgramStore, open_store
 from .warm_start.graph_data import CannotStore
 from .warm_start.identity import Identity, identity
-from .warm_start.model_facts import facts_of, model_of
-from .warm_start.record import (
-    NotAsItWas,
-    WarmStart,
-    check_record,
-    describe_start,
-    start_tensors,
-    warm_key,
-)
-from .warm_start.reference import from_stored, to_stored
-from .warm_start.restore import Outdated, StoredProgram, describe, restore, tensors_read
+from .warm_start.record import Record, check_record, describe_start, facts_of, model_of, start_tensors, warm_key
+from .warm_start.restore import Outdated, StoredProgram, StoredReference, describe, restore, tensors_read
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
@@ -102,7 +93,7 @@ def compile_program(
     finish(built, owns_weights=owns_weights)
     program = built.program
     if store is not None and data is not None:
-        reference = None if built.reference is None else to_stored(built.reference)
+        reference = None if built.reference is None else StoredReference.of(built.reference)
         store.save(key, replace(data, report=program.report, reference=reference))
         if record is not None and program.rope_switch is None:
             store.save(*record)
@@ -115,7 +106,7 @@ def _record(
     found: Identity,
     files: CheckpointFiles,
     loaded: Container[str],
-) -> tuple[str, WarmStart] | None:
+) -> tuple[str, Record] | None:
     """The name of the record, and it, by which a later start finds the program; None where there can be none."""
     if (facts := facts_of(model)) is None:
         return None
@@ -128,7 +119,7 @@ def _record(
 
 def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Any] | None:
     """The program that was compiled before from a checkpoint, over its tensors, and the model's configs (see
-    ``model_facts.model_of``).
+    ``record.model_of``).
 
     Neither the model's class nor its modules are made. The program is compared with the logits that the model gave
     when it was compiled, once the weights are packed.
@@ -152,10 +143,10 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
     begin_loading()
     try:
         name = warm_key(files, options)
-        if (record := store.load(name, WarmStart)) is None:
+        if (record := store.load(name, Record)) is None:
             return None
         check_record(record)
-    except (CannotIdentify, NotAsItWas, OSError, ValueError) as error:
+    except (CannotIdentify, Outdated, OSError, ValueError) as error:
         log.info("the model's class is loaded: %s", error)
         return None
     program = _of_record(store, name, record, files, options, start)
@@ -164,7 +155,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
 
 @phase("load")
 def _of_record(
-    store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions, start: float
+    store: ProgramStore, name: str, record: Record, files: CheckpointFiles, options: CompileOptions, start: float
 ) -> LinkedProgram | None:
     """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
     stored = store.load(record.program, StoredProgram)
@@ -172,7 +163,7 @@ def _of_record(
         return None
     try:
         program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not _packs(options))
-        reference = from_stored(stored.reference)
+        reference = stored.reference.reference()
     except Exception as error:
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)

@@ -23,7 +23,7 @@ from ...runtime.private_folder import cache_folder, check_private_folder, make_p
 from ...runtime.program import CacheSpec, StateSpec
 from ..link.linkage import Linkage
 from ..report import CompileReport, PassCheck, SizeCheck, Verdict
-from .record import WarmStart
+from .record import Record
 from .restore import StoredProgram, StoredReference
 from .stored_sources import StoredSource
 
@@ -36,7 +36,7 @@ DISABLE = "TORCH_PAGODA_DISABLE_PROGRAM_CACHE"
 _MARK = b"pagoda program 3\n"
 _SUFFIX = ".program"
 _RECORDS = (
-    *(StoredProgram, StoredReference, WarmStart, StoredSource, Linkage, CacheSpec, StateSpec, PackedWeight),
+    *(StoredProgram, StoredReference, Record, StoredSource, Linkage, CacheSpec, StateSpec, PackedWeight),
     *(
         Quantization,
         InputScale,

@@ -20,6 +20,8 @@ import sysconfig
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +38,7 @@ from .framework_state import (
 )
 from .graph_data import CannotStore
 from .identity import Identity, settings_digest
-from .model_facts import Facts
+from .restore import Outdated
 from .stored_sources import StoredSource, of_source, stored_source
 
 _MOST_BYTES = 16 << 20
@@ -45,9 +47,20 @@ _FRAMEWORK = frozenset(("torch", "transformers", "huggingface_hub"))
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
 
+_FACTS = {
+    "generation_config": (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+        *("do_sample", "eos_token_id"),
+    ),
+    "config": ("eos_token_id",),
+}
+"""What serving a model takes of its configs, which a start by a record does not make."""
+Facts = dict[str, dict[str, Any]]
+"""Config → name → value."""
+
 
 @dataclass(frozen=True)
-class WarmStart:
+class Record:
     """What a file holds of a checkpoint.
 
     Attributes:
@@ -71,10 +84,6 @@ class WarmStart:
     stored: dict[str, StoredSource] = field(default_factory=dict)
 
 
-class NotAsItWas(Exception):
-    """A record does not hold any more. The message says why."""
-
-
 def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
     """The name of a checkpoint's record, for these options, this machine and these versions.
 
@@ -88,14 +97,14 @@ def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
 
 def describe_start(
     model: nn.Module, found: Identity, files: CheckpointFiles, facts: Facts, loaded: Container[str]
-) -> WarmStart:
+) -> Record:
     """The record of a checkpoint that ``model`` was just loaded from.
 
     Args:
         model: as it was loaded.
         found: its identity.
         files: the checkpoint's.
-        facts: see ``WarmStart``.
+        facts: see ``Record``.
         loaded: names of the Python modules that were loaded before the model was.
 
     Raises:
@@ -147,7 +156,7 @@ def describe_start(
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     before = sorted(name for name in sources.keys() | states if name in loaded)
-    return WarmStart(found.digest, held, kept, sources, states, before, facts, stored)
+    return Record(found.digest, held, kept, sources, states, before, facts, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -155,30 +164,30 @@ def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
     return next((tensor.dtype for tensor in named.values() if isinstance(tensor, StoredWeight)), torch.bfloat16)
 
 
-def check_record(record: WarmStart) -> None:
+def check_record(record: Record) -> None:
     """Compare what a record was made with and what there is now.
 
     Raises:
-        NotAsItWas: something else would be loaded, or might be.
+        Outdated: something else would be loaded, or might be.
         CannotIdentify: as ``describe_start``.
     """
     if (name := loaded_of_models(record.sources, sys.modules)) is not None:
-        raise NotAsItWas(f"{name} is loaded, and may have been changed")
+        raise Outdated(f"{name} is loaded, and may have been changed")
     if (name := next((name for name in record.before if name not in sys.modules), None)) is not None:
-        raise NotAsItWas(f"{name} was loaded before the model was, and may have been changed")
+        raise Outdated(f"{name} was loaded before the model was, and may have been changed")
     check_nothing_registered()
     for module, digest in record.sources.items():
         if _digest(module) != digest:
-            raise NotAsItWas(f"the source of {module} is another")
+            raise Outdated(f"the source of {module} is another")
     if (changed := changed_module(record.states)) is not None:
-        raise NotAsItWas(f"{changed} was changed in this process")
+        raise Outdated(f"{changed} was changed in this process")
 
 
-def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
+def start_tensors(record: Record, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors that the module would have under the names that are needed.
 
     Raises:
-        NotAsItWas: one of them is missing.
+        Outdated: one of them is missing.
     """
     shown = next((source.dtype for source in record.stored.values()), torch.bfloat16)
     stored = dict(files.of_a_float_checkpoint(shown))
@@ -193,12 +202,12 @@ def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[st
             continue
         if (source := record.weights.get(name)) is None:
             if name not in record.tensors:
-                raise NotAsItWas(f"nothing is recorded of {name!r}")
+                raise Outdated(f"nothing is recorded of {name!r}")
             found[name] = record.tensors[name]
             continue
         if source not in made:
             if source[0] not in stored:
-                raise NotAsItWas(f"the checkpoint has no {source[0]!r}")
+                raise Outdated(f"the checkpoint has no {source[0]!r}")
             tensor = stored[source[0]]
             made[source] = tensor if source[1] is None else tensor.to(source[1])
         found[name] = made[source]
@@ -223,3 +232,23 @@ def _source(name: str) -> Path | None:
         if inner and file.is_file():
             return file
     return None if inner else path / "__init__.py"
+
+
+def facts_of(model: Any) -> Facts | None:
+    """The facts of a model; None where a config holds something unusual."""
+    facts = {
+        owner: {name: getattr(getattr(model, owner, None), name, None) for name in names}
+        for owner, names in _FACTS.items()
+    }
+    return facts if all(_is_plain(value) for found in facts.values() for value in found.values()) else None
+
+
+def model_of(facts: Facts) -> Any:
+    """An object whose ``config`` and ``generation_config`` say what those of the model said."""
+    return SimpleNamespace(**{owner: SimpleNamespace(**found) for owner, found in facts.items()})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(type(entry) is int for entry in value)
+    return type(value) in (type(None), bool, int, float)

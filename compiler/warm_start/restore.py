@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
+from ..verify.self_check import SHORT_SCHEDULE, Reference
 from ..weights.merged_weights import merge_inputs
 from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
@@ -37,6 +38,19 @@ class StoredReference:
     logits: list[torch.Tensor]
     tolerance: float
     share: float
+
+    @classmethod
+    def of(cls, reference: Reference) -> StoredReference:
+        """What a reference says of the sequences that are run after a load, in the model's own dtype."""
+        short = reference.beginning(SHORT_SCHEDULE)
+        logits = [rows.to(reference.dtype) for rows in short.logits]
+        return cls(list(short.tokens), logits, reference.tolerance, reference.share)
+
+    def reference(self) -> Reference:
+        """The reference that it is of."""
+        schedule = replace(SHORT_SCHEDULE, lengths=tuple(map(len, self.tokens)))
+        logits = [rows.float() for rows in self.logits]
+        return Reference(self.tokens, logits, self.logits[0].dtype, schedule, self.tolerance, self.share)
 
 
 View = tuple[tuple[int, ...], tuple[int, ...]]
@@ -67,7 +81,7 @@ class StoredProgram:
 
 
 class Outdated(Exception):
-    """A stored program does not fit the module. The message says why."""
+    """What is stored is not of the model, or of the checkpoint, as it is now. The message says why."""
 
 
 def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredProgram:

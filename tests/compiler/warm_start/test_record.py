@@ -29,7 +29,6 @@ from torch_pagoda.compiler.warm_start.file import DISABLE, open_store
 from torch_pagoda.compiler.warm_start.framework_state import changed_module, framework_states, loaded_of_models
 from torch_pagoda.compiler.warm_start.graph_data import CannotStore
 from torch_pagoda.compiler.warm_start.identity import Identity
-from torch_pagoda.compiler.warm_start.model_facts import facts_of
 
 from tiny_models import build_tiny_model
 
@@ -103,7 +102,7 @@ def edit(kept, start, monkeypatch):
 def test_a_program_is_found_by_its_checkpoint(kept, start):
     program, configs = start()
     model = AutoModelForCausalLM.from_pretrained(kept / "checkpoint").eval()
-    assert program.report.stored and facts_of(configs) == facts_of(model)
+    assert program.report.stored and record.facts_of(configs) == record.facts_of(model)
     assert check(program, reference_of_model(model)).ok
 
 
@@ -125,8 +124,8 @@ LLAMA = "transformers.models.llama.modeling_llama"
 
 def test_code_that_is_loaded_may_have_been_changed():
     importlib.import_module(LLAMA)
-    with pytest.raises(record.NotAsItWas, match=f"{LLAMA} is loaded"):
-        record.check_record(record.WarmStart("", {}, {}, {LLAMA: ""}, {}, [], {}))
+    with pytest.raises(record.Outdated, match=f"{LLAMA} is loaded"):
+        record.check_record(record.Record("", {}, {}, {LLAMA: ""}, {}, [], {}))
     assert loaded_of_models(["transformers.models.auto.modeling_auto"], sys.modules) is None, "which is looked at"
 
 
@@ -154,7 +153,7 @@ def test_a_record_names_all_files_that_loading_runs_and_what_was_loaded_before(k
     assert {f"transformers.{name}" for name in decide} <= made.sources.keys()
     assert not any(name.startswith("transformers.models.llama") for name in made.sources)
     for name in ("conversion_mapping", "models.auto.auto_factory"):
-        with pytest.raises(record.NotAsItWas, match="the source of"):
+        with pytest.raises(record.Outdated, match="the source of"):
             record.check_record(replace(made, sources={**made.sources, f"transformers.{name}": "0" * 64}))
 
 
