@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import CompileOptions, options
@@ -154,22 +156,47 @@ def test_weights_that_lie_in_one_storage_have_another(llama):
     assert of(llama) != before
 
 
-def test_patched_functions_have_another(llama, monkeypatch):
+def named_alike(function):
+    """Another function that says that it is the same one."""
+    return functools.wraps(function)(lambda *given, **more: function(*given, **more))
+
+
+def rotary(patch):
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", named_alike(modeling_llama.apply_rotary_pos_emb))
+
+
+def class_of_the_same_name(patch):
+    place = {"__module__": modeling_llama.__name__, "__qualname__": "LlamaRMSNorm"}
+    patch.setattr(modeling_llama, "LlamaRMSNorm", type("LlamaRMSNorm", (nn.Module,), place))
+
+
+PATCHES = {
+    "a function": rotary,
+    "a method": lambda m: m.setattr(modeling_llama.LlamaMLP, "forward", named_alike(modeling_llama.LlamaMLP.forward)),
+    "code in its place": lambda m: m.setattr(modeling_llama.rotate_half, "__code__", (lambda x: -x).__code__),
+    "a default": lambda m: m.setattr(modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,)),
+    "a property": lambda m: m.setattr(
+        modeling_llama.LlamaRMSNorm, "variance_epsilon", property(lambda self: 0.5), raising=False
+    ),
+    "a number of a class": lambda m: m.setattr(modeling_llama.LlamaAttention, "is_causal", False, raising=False),
+    "a class of the same name": class_of_the_same_name,
+    "code of torch's in its place": lambda m: m.setattr(nn.functional.silu, "__code__", nn.functional.relu6.__code__),
+    "the attention": lambda m: m.setitem(
+        AttentionInterface._global_mapping, "sdpa", AttentionInterface._global_mapping["flash_attention_2"]
+    ),
+    "what the attention calls": lambda m: m.setattr(
+        sdpa_attention, "repeat_kv", named_alike(sdpa_attention.repeat_kv)
+    ),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+def test_a_model_with_other_code_is_another(llama, monkeypatch, patch):
     before = of(llama)
-    original = modeling_llama.apply_rotary_pos_emb
-
-    def patched(q, k, cos, sin, unsqueeze_dim=1):
-        q, k = original(q, k, cos, sin, unsqueeze_dim)
-        return q, k
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", patched)
-    assert of(llama) != before
-
-
-def test_patched_method_of_a_class_has_another(llama, monkeypatch):
-    before = of(llama)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-    assert of(llama) != before
+    with monkeypatch.context() as patched:
+        patch(patched)
+        assert of(llama) != before
+    assert of(llama) == before
 
 
 def test_functions_that_differ_in_what_they_close_over_have_others(llama):
@@ -263,6 +290,13 @@ def test_large_parameters_are_sampled_from_the_first_to_the_last_element():
         after = contents_digest(layer)
         assert after != before
         before = after
+
+
+def test_which_other_models_are_loaded_does_not_count(llama):
+    before = of(llama)
+    for kind in ("mixtral", "gemma3_text", "qwen3_5_text"):
+        assert of(build_tiny_model(kind)) != before
+    assert of(llama) == before
 
 
 def test_generation_config_is_no_part_of_it(llama):

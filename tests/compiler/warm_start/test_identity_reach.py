@@ -300,6 +300,7 @@ def test_patched_functional_is_part_of_it(load, monkeypatch, name):
         (torch, "rsqrt"),
         (nn.functional, "linear"),
         (nn.functional, "silu"),
+        (torch._C._nn, "silu"),
         (transformers.activations.SiLUActivation, "forward"),
         (transformers.PreTrainedModel, "get_input_embeddings"),
         (transformers.masking_utils, "causal_mask_function"),
