@@ -44,7 +44,7 @@ _OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 _CODE = (types.FunctionType, property, classmethod, staticmethod, functools.cached_property, functools.partialmethod)
 _FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(namedtuple("_", "x"))["x"]))
 _MADE = ("_abc_impl", "_backward_cls")
-"""What Python and torch put into classes."""
+"""Members that Python and torch put into classes."""
 _KEPT_APART = frozenset(
     (
         *(name for name in vars(nn.Module()) if "_hooks" in name),
@@ -232,7 +232,7 @@ class Describer:
             self._add_object(item)
 
     def _add_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """How they lie in memory and share it; of the orders of stored weights only which weights share one."""
+        """Describe how they lie in memory and share it; of orders of stored weights only which weights share one."""
         places: dict[int, int] = {}
         orders: dict[bytes, int] = {}
         for name, tensor in tensors.items():
@@ -311,7 +311,7 @@ class Describer:
                         self.add(item)
 
     def _add_makers(self, cls: type) -> None:
-        """What runs when code calls a class."""
+        """Add the methods that run when code calls a class."""
         for base in cls.__mro__ if self._runs is not None else ():
             if not is_framework(base.__module__):
                 for key in sorted(MAKERS & vars(base).keys()):

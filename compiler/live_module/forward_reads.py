@@ -87,7 +87,7 @@ class ForwardReads:
         )
 
     def runs(self, name: str) -> bool:
-        """Whether a method of this name of a class that is not the framework's may be run."""
+        """True if a method of this name of a class that is not the framework's may be run."""
         return name not in _NOT_RUN if name[:2] == "__" else self.reads(name)
 
     def configures(self, name: str) -> bool:
@@ -159,7 +159,7 @@ class ForwardReads:
                 self._members.append((name, item))
 
     def _add_makers(self, cls: type) -> None:
-        """What runs when code calls a class."""
+        """Follow the methods that run when code calls a class."""
         for base in cls.__mro__ if not issubclass(cls, nn.Module) else ():
             if _is_a_users(base.__module__):
                 self._add_all([vars(base)[name] for name in MAKERS & vars(base).keys()])
@@ -220,7 +220,7 @@ class ForwardReads:
 
 
 def _is_followed(name: str) -> bool:
-    """Whether functions of a Python module may look at an attribute of a model: of torch's those of modules do."""
+    """True if functions of a Python module may look at an attribute of a model: of torch's those of modules do."""
     if name.startswith("transformers."):
         return not name.startswith("transformers.models.auto.")  # which model a config stands for
     return name.startswith("torch.nn.modules.") or not is_framework(name)

@@ -1,4 +1,4 @@
-"""Which code is the installed framework's: torch, transformers, numpy, the standard library and this package.
+"""Names of the installed framework's code: torch, transformers, numpy, the standard library and this package.
 
 It is known by its versions. Models of transformers are not: they are what is compiled.
 """
@@ -13,15 +13,15 @@ _PACKAGES = frozenset({"torch", "transformers", "numpy", "torch_pagoda", "torch_
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 _MODELS = "transformers.models."
 _AUTO = "transformers.models.auto."
-"""Which classes there are of what model."""
+"""Modules that map configs to classes of models."""
 
 
 @functools.lru_cache(maxsize=4096)
 def is_framework(name: str) -> bool:
-    """Whether the versions identify a Python module of this name."""
+    """True if the versions identify a Python module of this name."""
     return name.partition(".")[0] in _PACKAGES | _STANDARD and not is_of_a_model(name)
 
 
 def is_of_a_model(name: str) -> bool:
-    """Whether a Python module of this name holds one of transformers' models."""
+    """True if a Python module of this name holds one of transformers' models."""
     return name.startswith(_MODELS) and not name.startswith(_AUTO)

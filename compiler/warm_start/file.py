@@ -37,18 +37,8 @@ _MARK = b"pagoda program 3\n"
 _SUFFIX = ".program"
 _RECORDS = (
     *(StoredProgram, StoredReference, Record, StoredSource, Linkage, CacheSpec, StateSpec, PackedWeight),
-    *(
-        Quantization,
-        InputScale,
-        CompileReport,
-        PassRecord,
-        Rejection,
-        Route,
-        Verdict,
-        PassCheck,
-        SizeCheck,
-        frozenset,
-    ),
+    *(Quantization, InputScale, CompileReport, PassRecord, Rejection, Route, Verdict, PassCheck, SizeCheck),
+    frozenset,
 )
 """Classes of what files hold: data that no code runs to make."""
 _MOST_FILES = 256

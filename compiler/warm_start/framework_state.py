@@ -1,4 +1,4 @@
-"""What the framework's Python modules are in this process: what was put into one changes its digest.
+"""Digests of the framework's Python modules as they are in this process: what was put into one changes its digest.
 
 A program can be taken from the store without importing the model's class, if what the class would have found is what
 it found when the program was compiled. The files are compared by their bytes; modules that are loaded could have been
@@ -122,7 +122,7 @@ def module_state(module: types.ModuleType) -> str:
 
 
 def entries_state(entries: Mapping[str, Any], home: str = "") -> str:
-    """What counts of entries of a Python module.
+    """Text of all that counts of entries of a Python module.
 
     Args:
         entries: by name; a dict of a private name is a cache.
@@ -141,7 +141,7 @@ def entries_state(entries: Mapping[str, Any], home: str = "") -> str:
 
 
 def _state(item: Any, home: str = "") -> str:
-    """What counts of a value; "" for nothing."""
+    """Text of all that counts of a value; "" for nothing."""
     if isinstance(item, types.FunctionType):
         return _function(item, home)
     if isinstance(item, type):
@@ -154,7 +154,7 @@ def _state(item: Any, home: str = "") -> str:
 
 
 def class_state(cls: type, counts: Callable[[str], bool] = lambda name: True) -> str:
-    """What counts of a class: its code, numbers and dicts.
+    """Text of all that counts of a class: its code, numbers and dicts.
 
     Args:
         cls: it.
@@ -188,7 +188,7 @@ def _inside(item: Any) -> tuple[Any, ...]:
 
 
 def _is_made_when_run(function: types.FunctionType, cls: type) -> bool:
-    """Whether the framework put a function of its own into a class of another module: transformers does, loading."""
+    """True if the framework put a function of its own into a class of another module: transformers does, loading."""
     return "<locals>" in function.__qualname__ and function.__module__ != cls.__module__ and _is_own(function)
 
 

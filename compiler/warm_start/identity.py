@@ -143,7 +143,7 @@ def environment() -> tuple[str, ...]:
 
 
 def modes() -> tuple[Any, ...]:
-    """What changes the meaning of torch's functions in this thread.
+    """Settings that change the meaning of torch's functions in this thread.
 
     Raises:
         CannotIdentify: a mode whose effect is not known, or a kernel of torch's operators that was registered here.
@@ -184,7 +184,7 @@ def _check_functions(functions: Iterable[types.FunctionType]) -> None:
 
 
 def _add_entries(describer: Describer, model: nn.Module, reads: ForwardReads) -> None:
-    """What code finds in Python modules, and the framework's classes as they are."""
+    """Describe the entries that code finds in Python modules, and the framework's classes as they are."""
     for place, _, found in sorted(reads.globals(), key=lambda each: each[0]):
         if is_framework(place):
             classes = {name: item for name, item in found.items() if isinstance(item, type)}
@@ -246,7 +246,7 @@ def _file_digest(path: str, size: int, modified: int) -> str:
 
 
 def _belongs_to(name: str, other: str, path: str) -> bool:
-    """Whether the file of ``other`` belongs to the program that module ``name``, at ``path``, is part of: what is
+    """True if the file of ``other`` belongs to the program that module ``name``, at ``path``, is part of: what is
     installed does not take other packages along, only what its code names of them."""
     return not is_framework(other) and (
         other.partition(".")[0] == name.partition(".")[0] or not _INSTALLED.search(path)

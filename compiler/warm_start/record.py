@@ -54,14 +54,14 @@ _FACTS = {
     ),
     "config": ("eos_token_id",),
 }
-"""What serving a model takes of its configs, which a start by a record does not make."""
+"""Values that serving a model takes of its configs, which a start by a record does not make."""
 Facts = dict[str, dict[str, Any]]
 """Config → name → value."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a file holds of a checkpoint.
+    """The content of a file about a checkpoint.
 
     Attributes:
         program: the key of its program.

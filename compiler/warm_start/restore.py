@@ -1,4 +1,4 @@
-"""A linked program as plain data: its graph, what its inputs receive, and how compiling it went."""
+"""Linked programs as files hold them: graph, what its inputs receive, how compiling went; and back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredReference:
-    """What a file holds of the model's own logits.
+    """The model's own logits, as a file holds them.
 
     Attributes:
         tokens: see ``Reference``, as for the others.
@@ -41,7 +41,7 @@ class StoredReference:
 
     @classmethod
     def of(cls, reference: Reference) -> StoredReference:
-        """What a reference says of the sequences that are run after a load, in the model's own dtype."""
+        """The part of a reference about the sequences that are run after a load, in the model's own dtype."""
         short = reference.beginning(SHORT_SCHEDULE)
         logits = [rows.to(reference.dtype) for rows in short.logits]
         return cls(list(short.tokens), logits, reference.tolerance, reference.share)
@@ -59,7 +59,7 @@ View = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class StoredProgram:
-    """What a file holds of a program.
+    """The content of a file about a program.
 
     Attributes:
         graph: see ``graph_data.to_data``.
@@ -81,7 +81,7 @@ class StoredProgram:
 
 
 class Outdated(Exception):
-    """What is stored is not of the model, or of the checkpoint, as it is now. The message says why."""
+    """A stored program or record is not of the model, or of the checkpoint, as it is now. The message says why."""
 
 
 def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredProgram:

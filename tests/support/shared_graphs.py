@@ -4,7 +4,7 @@ time.
 Shared are the captured graph, what the passes on Dynamo's graph make of it, the ATen graph of that, and what passes
 that are not for an NPU make of that one. The first test that compiles a model does all of it; for the next one that
 compiles an equal model with the same options these are copies over its own tensors, and the passes that lower a graph
-or hold its weights, the checks and linking run as ever. Two models are equal where the product's fingerprint
+or hold its weights, the checks and linking run as ever. Two models are equal where the product's identity
 describes their modules and code alike; two graphs where all nodes are, and for the passes every byte of their
 tensors, too, and all that the modules of passes have names for, which a test may have patched. Captured graphs are
 also kept on a disk, as ``graphs_on_disk.py`` says; nothing else outlives the process.

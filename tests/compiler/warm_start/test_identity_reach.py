@@ -1,4 +1,4 @@
-"""What ``forward`` reads is part of a module's fingerprint: everything that its code can name, through all files that
+"""What ``forward`` reads is part of a module's identity: everything that its code can name, through all files that
 are not the framework's; and what cannot be told is refused."""
 
 from __future__ import annotations
