@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from collections.abc import Container
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -14,32 +16,21 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase, timed
-from .fingerprint.describer import CannotIdentify
-from .fingerprint.fingerprint import Fingerprint, fingerprint
-from .fingerprint.framework_state import Touched
-from .fingerprint.tensor_contents import contents_digest, module_tensors
+from .calibrate.recorded_grid import on_recorded_grid
 from .link.linker import LinkedProgram
+from .live_module.describer import CannotIdentify
 from .options import CompileOptions
 from .report import CompileReport
-from .store.checkpoint_files import CheckpointFiles
-from .store.graph_data import CannotStore
-from .store.program_store import ProgramStore, open_store
-from .store.stored_program import Outdated, describe, report_data, restore, tensors_read
-from .store.typed_data import to_plain
-from .store.warm_start import (
-    Facts,
-    NotAsItWas,
-    WarmStart,
-    check_record,
-    describe_start,
-    read_record,
-    start_tensors,
-    warm_key,
-)
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
-from .verify.stored_reference import reference_data, stored_reference
+from .warm_start.checkpoint_files import CheckpointFiles
+from .warm_start.file import ProgramStore, open_store
+from .warm_start.graph_data import CannotStore
+from .warm_start.identity import Identity, identity
+from .warm_start.record import Record, check_record, describe_start, facts_of, model_of, start_tensors, warm_key
+from .warm_start.restore import Outdated, StoredProgram, StoredReference, describe, restore, tensors_read
+from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
     from .build import Built
@@ -53,7 +44,6 @@ def compile_program(
     *,
     owns_weights: bool = False,
     files: CheckpointFiles | None = None,
-    facts: Facts | None = None,
     loaded: Container[str] | None = None,
 ) -> LinkedProgram:
     """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
@@ -63,7 +53,6 @@ def compile_program(
 
     Args:
         files: those that the model was just loaded from, so that ``program_of_checkpoint`` finds the program by them.
-        facts: what that is to return besides.
         loaded: names of the Python modules that were loaded before the model was; by default those that are now.
     """
     options = options.for_device(next(model.parameters()).device.type)
@@ -79,7 +68,7 @@ def compile_program(
         with timed(seconds), phase("load"):
             try:
                 contents = contents_digest(model)
-                found = fingerprint(model, options, contents)
+                found = identity(model, options, contents)
                 key = found.digest
             except CannotIdentify as error:
                 log.info("the program is not kept for later starts: %s", error)
@@ -87,8 +76,7 @@ def compile_program(
             else:
                 # Before anything packs the weights, or moves them.
                 if files is not None and options.verify != "off":
-                    loaded = sys.modules if loaded is None else loaded
-                    record = _record(model, options, found, files, facts or {}, loaded)
+                    record = _record(model, options, found, files, sys.modules if loaded is None else loaded)
                 stored = _stored(store, key, model, options, owns_weights)
         if store is not None and stored is not None:
             stored.report.stored, stored.report.seconds = True, seconds
@@ -107,10 +95,8 @@ def compile_program(
     finish(built, owns_weights=owns_weights)
     program = built.program
     if store is not None and data is not None:
-        more = {
-            "reference": None if built.reference is None else reference_data(built.reference),
-        }
-        store.save(key, {**data, **more, "report": report_data(program.report)})
+        reference = None if built.reference is None else StoredReference.of(built.reference)
+        store.save(key, replace(data, report=program.report, reference=reference))
         if record is not None and program.rope_switch is None:
             store.save(*record)
     return program
@@ -119,21 +105,23 @@ def compile_program(
 def _record(
     model: nn.Module,
     options: CompileOptions,
-    found: Fingerprint,
+    found: Identity,
     files: CheckpointFiles,
-    facts: Facts,
     loaded: Container[str],
-) -> tuple[str, dict[str, Any]] | None:
-    """The name and the data of the record by which a later start finds the program; None where there can be none."""
+) -> tuple[str, Record] | None:
+    """The name of the record, and it, by which a later start finds the program; None where there can be none."""
+    if (facts := facts_of(model)) is None:
+        return None
     try:
-        return warm_key(files, options), to_plain(describe_start(model, found, files, facts, loaded))
-    except (CannotIdentify, CannotStore, Touched, OSError, ValueError) as error:
+        return warm_key(files, options), describe_start(model, found, files, facts, loaded)
+    except (CannotIdentify, CannotStore, OSError, ValueError) as error:
         log.info("later starts will load the model's class: %s", error)
         return None
 
 
-def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Facts] | None:
-    """The program that was compiled before from a checkpoint, over its tensors, and what was noted of the model.
+def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Any] | None:
+    """The program that was compiled before from a checkpoint, over its tensors, and the model's configs (see
+    ``record.model_of``).
 
     Neither the model's class nor its modules are made. The program is compared with the logits that the model gave
     when it was compiled, once the weights are packed.
@@ -144,8 +132,12 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
 
     Returns:
         None where there is no such program, or it may not be the checkpoint's any more.
+
+    Raises:
+        ValueError: the options contradict the grid that the checkpoint's weights lie on.
     """
-    options = options.for_device("cpu")
+    config = SimpleNamespace(**json.loads(files.texts["config.json"]))
+    options = on_recorded_grid(options, config).for_device("cpu")
     store = open_store()
     if store is None or options.verify == "off" or _not_stored(options):
         return None
@@ -154,29 +146,29 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
     with timed(seconds), phase("load"):
         try:
             name = warm_key(files, options)
-            if (data := store.load(name)) is None:
+            if (record := store.load(name, Record)) is None:
                 return None
-            record = read_record(data)
             check_record(record)
-        except (CannotIdentify, NotAsItWas, Touched, OSError, ValueError) as error:
+        except (CannotIdentify, Outdated, OSError, ValueError) as error:
             log.info("the model's class is loaded: %s", error)
             return None
         program = _of_record(store, name, record, files, options)
     if program is None:
         return None
     program.report.stored, program.report.seconds = True, seconds
-    return program, record.facts
+    return program, model_of(record.facts)
 
 
 def _of_record(
-    store: ProgramStore, name: str, record: WarmStart, files: CheckpointFiles, options: CompileOptions
+    store: ProgramStore, name: str, record: Record, files: CheckpointFiles, options: CompileOptions
 ) -> LinkedProgram | None:
     """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
-    if (data := store.load(record.program)) is None:
+    stored = store.load(record.program, StoredProgram)
+    if stored is None or stored.reference is None:
         return None
     try:
-        program = restore(data, start_tensors(record, files, tensors_read(data)), merge=not _packs(options))
-        reference = stored_reference(data["reference"], program.vocab_size)
+        program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not _packs(options))
+        reference = stored.reference.reference()
     except Exception as error:
         log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
         store.discard(name)
@@ -215,12 +207,11 @@ def _stored(
     Raises:
         UnsupportedModel: its rounded weights do not say what the model says; it is forgotten.
     """
-    data = store.load(key)
-    if data is None:
+    stored = store.load(key, StoredProgram)
+    if stored is None or (stored.reference is None and options.verify != "off"):
         return None
     try:
-        program = restore(data, module_tensors(model))
-        judged = None if options.verify == "off" else stored_reference(data["reference"], program.vocab_size)
+        program = restore(stored, module_tensors(model))
     except Outdated as error:
         log.info("the stored program is not used: %s", error)
         store.discard(key)
@@ -230,10 +221,10 @@ def _stored(
         store.discard(key)
         return None
     reference = None
-    if judged is not None:
+    if stored.reference is not None and options.verify != "off":
         check_kernels()
         own = reference_of_model(model, SHORT_SCHEDULE)
-        reference = replace(own, tolerance=judged.tolerance, share=judged.share)
+        reference = replace(own, tolerance=stored.reference.tolerance, share=stored.reference.share)
     # Until weights are rounded and packed, every product would round its own; nothing computes with stored ones.
     packs_first = bool(options.quantization) or program.has_stored_weights
     if reference is not None and not packs_first:
@@ -252,8 +243,8 @@ def _stored(
     return program
 
 
-def _described(built: Built, model: nn.Module, contents: str) -> dict[str, Any] | None:
-    """The data to store of a program whose weights are not packed yet; None where it cannot be."""
+def _described(built: Built, model: nn.Module, contents: str) -> StoredProgram | None:
+    """What to store of a program whose weights are not packed yet; None where it cannot be."""
     if contents_digest(model) != contents:
         log.info("the program is not kept for later starts: the first call changed tensors of the module")
         return None

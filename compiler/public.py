@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from ..passes.graph.traced import NotFinite, UnsupportedModel
 from .compile import compile_program, program_of_checkpoint
-from .fingerprint.module_guard import ModuleGuard
+from .live_module.module_guard import ModuleGuard
 from .options import CompileOptions
 from .report import CompileReport
-from .store.checkpoint_files import CheckpointFiles
-from .store.warm_start import Facts
+from .warm_start.checkpoint_files import CheckpointFiles
 from .weights.weight_guard import WeightGuard
 
 __all__ = [
     "CheckpointFiles",
     "CompileOptions",
     "CompileReport",
-    "Facts",
     "ModuleGuard",
     "NotFinite",
     "UnsupportedModel",

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from _pytest.mark.expression import Expression
 
-from torch_pagoda.compiler.store.program_store import DISABLE
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
+from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.npu_tools.offline.run import run_python
 from torch_pagoda.npu_tools.offline.toolchain import ToolchainError, set_up_toolchain
 

@@ -23,9 +23,9 @@ FLOORS = {
             "compiled_model rendering",
             "chat default_params options",
             "load_options",
-            "checkpoint known_program",
+            "checkpoint",
         ),
-        "decoding device model_facts",
+        "decoding device",
     ),
     "compiler": (
         *(
@@ -33,12 +33,12 @@ FLOORS = {
             "public",
             "compile",
             "build",
-            "backend costs",
+            "backend costs warm_start",
             "pipeline",
             "calibrate verify",
-            "capture store",
+            "capture",
         ),
-        *("fingerprint", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
+        *("live_module", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
     "passes": ("__init__", "rewrite", "lower proof recognize schedule", "graph"),
     "runtime": (

@@ -22,12 +22,11 @@ from .compiler import (
     UnsupportedModel,
     WeightGuard,
     compile_program,
+    program_of_checkpoint,
 )
 from .compiler.calibrate.recorded_grid import on_recorded_grid
 from .compiler.capture.state_layers import check_state
 from .default_params import recommended_params
-from .known_program import known_program
-from .model_facts import facts_of
 from .options import LoadOptions
 from .runtime.autocast import without_autocast
 
@@ -87,7 +86,9 @@ def compiled_model(
     program, files = None, None
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
-        if files is not None and (found := known_program(files, compiling)) is not None:
+        with without_autocast(device.type):
+            found = None if files is None else program_of_checkpoint(files, compiling)
+        if found is not None:
             program, module = found
         else:
             _, config = load_config(model, loading.trust_remote_code)
@@ -108,16 +109,8 @@ def compiled_model(
     recommended = recommended_params(loading.generation_config, module)
 
     if program is None:
-        facts = facts_of(module)
         with _refusals_named(model), without_autocast(device.type):
-            program = compile_program(
-                module,
-                compiling,
-                owns_weights=loads,
-                files=None if facts is None else files,
-                facts=facts,
-                loaded=known_modules,
-            )
+            program = compile_program(module, compiling, owns_weights=loads, files=files, loaded=known_modules)
         weights = WeightGuard(module, program.copied_weights, program.merged_weights)
     else:  # nobody but the program holds the tensors
         weights = WeightGuard(nn.Module())

@@ -17,7 +17,7 @@ from torch import fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
-from ..fingerprint.framework import is_framework
+from ..live_module.framework import is_framework
 
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fingerprint.fingerprint import describe_module
+from ..live_module.describer import describe_module
 from .model_facts import configs
 
 PLACE = re.compile("layer_?(idx|id|index|number)|block_idx|idx|index")

@@ -30,8 +30,8 @@ from ...passes.graph.fx_nodes import cache_index, is_pure, value
 from ...passes.graph.provenance import scopes
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
-from ..fingerprint.describer import CannotIdentify
-from ..fingerprint.tensor_contents import module_tensors
+from ..live_module.describer import CannotIdentify
+from ..weights.tensor_contents import module_tensors
 from .layer_kinds import find_decoder_layers, layer_kinds
 from .model_facts import configs
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..capture.layer_kinds import find_decoder_layers, layer_kinds
-from ..fingerprint.describer import CannotIdentify
+from ..live_module.describer import CannotIdentify
 
 logger = logging.getLogger(__name__)
 

@@ -4,18 +4,21 @@ one."""
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler import compile as compile_module
-from torch_pagoda.compiler.fingerprint.fingerprint import Fingerprint
-from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
 from torch_pagoda.compiler.verify.self_check import check, compared_steps, reference_of_model
+from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore
+from torch_pagoda.compiler.warm_start.identity import Identity
+from torch_pagoda.compiler.warm_start.restore import StoredProgram
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.runtime.ops.native import load_kernels
 
@@ -110,7 +113,7 @@ def test_stored_program_reads_the_weights_that_there_are(no_compiler):
 
 def test_a_stale_program_is_found_when_it_is_loaded(monkeypatch, caplog):
     """Whatever the digest leaves out: here it leaves out everything."""
-    monkeypatch.setattr(compile_module, "fingerprint", lambda *args: Fingerprint("0" * 64, {}, {}))
+    monkeypatch.setattr(compile_module, "identity", lambda *args: Identity("0" * 64, {}))
 
     def with_gain(gain):
         return ToyLM(sdpa, finish=lambda logits: logits * gain + gain * logits.square())
@@ -192,25 +195,35 @@ def test_programs_that_lost_a_pass_are_not_stored(folder, monkeypatch, caplog):
     assert not folder.exists()
 
 
-def test_modules_that_cannot_be_told_apart_are_not_stored(folder, caplog):
+CANNOT_BE_TOLD = {
+    "an iterator": (lambda model: setattr(model.model, "source", iter([1])), "list_iterator"),
+    "a hook": (lambda model: model.model.norm.register_forward_hook(lambda *given: None), "model.norm has hooks"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason"), CANNOT_BE_TOLD.values(), ids=CANNOT_BE_TOLD)
+def test_modules_that_cannot_be_told_apart_are_not_stored(folder, caplog, change, reason):
     model = build_tiny_model("llama")
-    model.model.source = iter([1])
+    change(model)
     with caplog.at_level(logging.INFO):
         compile_program(model, CompileOptions(codegen="none"))
-    refuse(folder, caplog, "list_iterator")
+    refuse(folder, caplog, reason)
+
+
+class Settling(LlamaRotaryEmbedding):
+    """Rotary frequencies that change at the first call."""
+
+    def forward(self, x, position_ids):
+        if not self.settled:
+            self.settled = True
+            self.inv_freq *= 1.01
+        return super().forward(x, position_ids)
 
 
 def test_modules_whose_tensors_change_at_the_first_call_are_not_stored(folder, caplog):
     model = build_tiny_model("llama")
-    rotary = model.model.rotary_emb
-
-    def settle(module, args):
-        if not rotary.settled:
-            rotary.settled = True
-            rotary.inv_freq *= 1.01
-
-    rotary.settled = False
-    rotary.register_forward_pre_hook(settle)
+    model.model.rotary_emb.settled = False
+    model.model.rotary_emb.__class__ = Settling
     with caplog.at_level(logging.INFO):
         assert compile_program(model, CompileOptions(codegen="none")).report.verdict.ok
     refuse(folder, caplog, "the first call changed tensors of the module")
@@ -236,13 +249,13 @@ def test_programs_that_do_not_fit_are_replaced(folder, caplog):
     compile_program(build_tiny_model("llama"), options)
     (path,) = folder.iterdir()
     store, key = ProgramStore(folder), path.stem
-    data = store.load(key)
+    data = store.load(key, StoredProgram)
     assert data is not None
-    store.save(key, {**data, "weights": {name: "no.such.tensor" for name in data["weights"]}})
+    store.save(key, replace(data, weights=dict.fromkeys(data.weights, "no.such.tensor")))
     with caplog.at_level(logging.INFO):
         assert not compile_program(build_tiny_model("llama"), options).report.stored
     assert "no tensor 'no.such.tensor'" in caplog.text
-    store.save(key, {**data, "graph": [("call_function", "a", "operator aten.no_such.default", ("tuple",), ())]})
+    store.save(key, replace(data, graph=[("call_function", "a", "operator aten.no_such.default", ("tuple",), {})]))
     assert not compile_program(build_tiny_model("llama"), options).report.stored
     assert "there is no 'operator aten.no_such.default'" in caplog.text
     assert compile_program(build_tiny_model("llama"), options).report.stored

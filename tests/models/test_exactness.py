@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from torch_pagoda.compiler import CompileOptions, compile_program
 from torch_pagoda.compiler import compile as compile_module
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.store.program_store import ProgramStore
+from torch_pagoda.compiler.warm_start.file import ProgramStore
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import Program
 from torch_pagoda.runtime.requests.outputs import RequestOutput

@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.runtime.ops.native import load_kernels
 
 ROOT = Path(__file__).resolve().parents[2]

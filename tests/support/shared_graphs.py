@@ -4,7 +4,7 @@ time.
 Shared are the captured graph, what the passes on Dynamo's graph make of it, the ATen graph of that, and what passes
 that are not for an NPU make of that one. The first test that compiles a model does all of it; for the next one that
 compiles an equal model with the same options these are copies over its own tensors, and the passes that lower a graph
-or hold its weights, the checks and linking run as ever. Two models are equal where the product's fingerprint
+or hold its weights, the checks and linking run as ever. Two models are equal where the product's identity
 describes their modules and code alike; two graphs where all nodes are, and for the passes every byte of their
 tensors, too, and all that the modules of passes have names for, which a test may have patched. Captured graphs are
 also kept on a disk, as ``graphs_on_disk.py`` says; nothing else outlives the process.
@@ -31,11 +31,12 @@ from torch._guards import TracingContext
 from torch_pagoda.compiler import build, pipeline
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.capture.trace import Captured
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify, Describer
-from torch_pagoda.compiler.fingerprint.fingerprint import _modes as modes
-from torch_pagoda.compiler.fingerprint.tensor_contents import module_tensors, update_whole
+from torch_pagoda.compiler.live_module.describer import CannotIdentify, Describer
+from torch_pagoda.compiler.live_module.forward_reads import ForwardReads
 from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
 from torch_pagoda.compiler.verify import dump
+from torch_pagoda.compiler.warm_start.identity import add_model, modes
+from torch_pagoda.compiler.weights.tensor_contents import module_tensors, update_whole
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.phases import phase
@@ -203,15 +204,16 @@ class _Describer(Describer):
                 raise CannotIdentify(name)
             place = places.setdefault(tensor.data_ptr(), len(places))
             form = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad, tensor.is_inference()
-            self._say(type(tensor).__name__, f"{name} {place} {form}")
+            self.say(type(tensor).__name__, f"{name} {place} {form}")
 
 
 def _key_of_model(model: nn.Module) -> str | None:
     """None for a model that cannot be described."""
     try:
-        describer = _Describer()
+        reads = ForwardReads(model)
+        describer = _Describer(reads.runs)
         describer.add((torch.get_default_dtype(), *modes()))
-        describer.add_module(model)
+        add_model(describer, model, reads)
         return describer.digest()
     except Exception:
         return None

@@ -9,8 +9,8 @@ from gguf_files import all_of, file_of
 
 import torch_pagoda as pagoda
 from torch_pagoda import compiled_model
-from torch_pagoda.compiler.store import warm_start
-from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.compiler.warm_start import record
+from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.runtime.ops.native import kernel_function
 
 from tiny_models import build_tiny_model
@@ -42,7 +42,7 @@ def test_a_second_start_loads_no_model_and_a_changed_file_is_another(
 ) -> None:
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     file = file_of(build_tiny_model(model_type, num_hidden_layers=1), all_of("Q4_0"))
     path = file.write(tmp_path / "model.gguf")
     first = started(path)

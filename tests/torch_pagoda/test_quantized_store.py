@@ -17,8 +17,8 @@ import torch_pagoda as pagoda
 from torch_pagoda import compiled_model
 from torch_pagoda.checkpoint.loading import checkpoint_files
 from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.store import warm_start
-from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.compiler.warm_start import record
+from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 from torch_pagoda.runtime.ops.native import kernel_function
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store of the test's own, and processes that have not loaded the model's code."""
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     return tmp_path / "cache"
 
 
@@ -79,7 +79,7 @@ def test_a_second_start_loads_no_model(
     rounds_inputs = name == "slim-w8a8-static"  # to 8 bits, which the logits of the model are not computed with
     assert (second.compile_report.verdict.tolerance < 1e-2) is not rounds_inputs
     # And where the model's code is loaded, by the module's description.
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: "a model")
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: "a model")
     third = started(folder)
     assert third.compile_report.stored and tokens(third) == tokens(first)
 
@@ -163,7 +163,7 @@ def test_what_is_said_of_the_weights_counts(name: str, file: str, copied: Callab
         (folder / file).write_text(json.dumps(said))
         files = checkpoint_files(folder, "float32")
         assert files is not None
-        digests.append(warm_start.warm_key(files, CompileOptions(target="cpu")))
+        digests.append(record.warm_key(files, CompileOptions(target="cpu")))
     assert digests[0] != digests[1]
 
 

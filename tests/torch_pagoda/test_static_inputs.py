@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.loading import load_model
-from torch_pagoda.compiler.fingerprint.tensor_contents import stored_digest
+from torch_pagoda.compiler.weights.tensor_contents import stored_digest
 from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu, quantized_linear_reference
 from torch_pagoda.runtime.ops.linear.quantized_weight import Quantization, pack_weight, scheme_of
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight

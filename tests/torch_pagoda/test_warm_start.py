@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torch_pagoda as pagoda
-from torch_pagoda.compiler.store import warm_start
-from torch_pagoda.compiler.store.program_store import DISABLE
+from torch_pagoda.compiler.warm_start import record
+from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.runtime.ops.native import load_kernels
 
 from tiny_models import build_tiny_model
@@ -58,7 +58,7 @@ def cache(tmp_path, monkeypatch):
         shutil.copy(file, tmp_path / "cache/kernels")
     monkeypatch.delenv(DISABLE)
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(warm_start, "loaded_of_models", lambda names, loaded: None)
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     return tmp_path / "cache"
 
 

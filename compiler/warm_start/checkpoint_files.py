@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..fingerprint.tensor_contents import tensor_digest, update_samples
 from ..weights.file_pages import FilePages
+from ..weights.tensor_contents import tensor_digest, update_samples
 
 
 @dataclass(frozen=True)

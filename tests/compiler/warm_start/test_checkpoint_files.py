@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_pagoda.compiler.store import checkpoint_files
-from torch_pagoda.compiler.store.checkpoint_files import CheckpointFiles
+from torch_pagoda.compiler.warm_start import checkpoint_files
+from torch_pagoda.compiler.warm_start.checkpoint_files import CheckpointFiles
 
 MIB = 1 << 20
 

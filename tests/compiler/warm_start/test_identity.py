@@ -1,8 +1,9 @@
-"""Fingerprints: the same model has the same one in every process, and nothing that a program depends on is left
-out."""
+"""Identities: the same model has the same one in every process, and nothing that a program depends on is left out."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import subprocess
 import sys
 import types
@@ -12,22 +13,29 @@ import pytest
 import torch
 from torch import nn
 from transformers import AttentionInterface
+from transformers.integrations import sdpa_attention
 from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import CompileOptions, options
-from torch_pagoda.compiler.fingerprint import fingerprint as module
-from torch_pagoda.compiler.fingerprint import framework
-from torch_pagoda.compiler.fingerprint.describer import CannotIdentify
-from torch_pagoda.compiler.fingerprint.fingerprint import fingerprint
-from torch_pagoda.compiler.fingerprint.framework_state import module_state
-from torch_pagoda.compiler.fingerprint.tensor_contents import WHOLE_BYTES, contents_digest
+from torch_pagoda.compiler.live_module.describer import CannotIdentify
+from torch_pagoda.compiler.warm_start import identity as module
+from torch_pagoda.compiler.warm_start.framework_state import class_state, module_state
+from torch_pagoda.compiler.warm_start.identity import identity
+from torch_pagoda.compiler.weights.tensor_contents import WHOLE_BYTES, contents_digest
 from torch_pagoda.passes import PASSES
 
 from tiny_models import build_tiny_model
 
 
 def of(model, options=CompileOptions()):  # noqa: B008
-    return fingerprint(model, options, contents_digest(model)).digest
+    """The digest of a model; for one that is not stored a text that no other has."""
+    try:
+        return identity(model, options, contents_digest(model)).digest
+    except CannotIdentify as error:
+        return f"{next(_refusals)}: {error}"
+
+
+_refusals = itertools.count()
 
 
 @pytest.fixture
@@ -35,7 +43,7 @@ def llama():
     return build_tiny_model("llama", num_hidden_layers=2)
 
 
-def test_equal_models_have_equal_fingerprints(llama):
+def test_equal_models_are_one(llama):
     assert of(llama) == of(build_tiny_model("llama", num_hidden_layers=2))
 
 
@@ -45,11 +53,11 @@ def test_other_processes_agree():
     code = (
         "from tiny_models import build_tiny_model\n"
         "from torch_pagoda.compiler import CompileOptions\n"
-        "from torch_pagoda.compiler.fingerprint.fingerprint import fingerprint\n"
-        "from torch_pagoda.compiler.fingerprint.tensor_contents import contents_digest\n"
+        "from torch_pagoda.compiler.warm_start.identity import identity\n"
+        "from torch_pagoda.compiler.weights.tensor_contents import contents_digest\n"
         f"for kind in {kinds}:\n"
         "    model = build_tiny_model(kind)\n"
-        "    print(fingerprint(model, CompileOptions(), contents_digest(model)).digest)\n"
+        "    print(identity(model, CompileOptions(), contents_digest(model)).digest)\n"
     )
     tests = str(Path(__file__).parents[2] / "support")
     env = {"PYTHONPATH": tests, "PATH": "/usr/bin:/bin", "HOME": str(Path.home())}
@@ -148,22 +156,47 @@ def test_weights_that_lie_in_one_storage_have_another(llama):
     assert of(llama) != before
 
 
-def test_patched_functions_have_another(llama, monkeypatch):
+def named_alike(function):
+    """Another function that says that it is the same one."""
+    return functools.wraps(function)(lambda *given, **more: function(*given, **more))
+
+
+def rotary(patch):
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", named_alike(modeling_llama.apply_rotary_pos_emb))
+
+
+def class_of_the_same_name(patch):
+    place = {"__module__": modeling_llama.__name__, "__qualname__": "LlamaRMSNorm"}
+    patch.setattr(modeling_llama, "LlamaRMSNorm", type("LlamaRMSNorm", (nn.Module,), place))
+
+
+PATCHES = {
+    "a function": rotary,
+    "a method": lambda m: m.setattr(modeling_llama.LlamaMLP, "forward", named_alike(modeling_llama.LlamaMLP.forward)),
+    "code in its place": lambda m: m.setattr(modeling_llama.rotate_half, "__code__", (lambda x: -x).__code__),
+    "a default": lambda m: m.setattr(modeling_llama.apply_rotary_pos_emb, "__defaults__", (2,)),
+    "a property": lambda m: m.setattr(
+        modeling_llama.LlamaRMSNorm, "variance_epsilon", property(lambda self: 0.5), raising=False
+    ),
+    "a number of a class": lambda m: m.setattr(modeling_llama.LlamaAttention, "is_causal", False, raising=False),
+    "a class of the same name": class_of_the_same_name,
+    "code of torch's in its place": lambda m: m.setattr(nn.functional.silu, "__code__", nn.functional.relu6.__code__),
+    "the attention": lambda m: m.setitem(
+        AttentionInterface._global_mapping, "sdpa", AttentionInterface._global_mapping["flash_attention_2"]
+    ),
+    "what the attention calls": lambda m: m.setattr(
+        sdpa_attention, "repeat_kv", named_alike(sdpa_attention.repeat_kv)
+    ),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+def test_a_model_with_other_code_is_another(llama, monkeypatch, patch):
     before = of(llama)
-    original = modeling_llama.apply_rotary_pos_emb
-
-    def patched(q, k, cos, sin, unsqueeze_dim=1):
-        q, k = original(q, k, cos, sin, unsqueeze_dim)
-        return q, k
-
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", patched)
-    assert of(llama) != before
-
-
-def test_patched_method_of_a_class_has_another(llama, monkeypatch):
-    before = of(llama)
-    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: self.down_proj(self.up_proj(x)))
-    assert of(llama) != before
+    with monkeypatch.context() as patched:
+        patch(patched)
+        assert of(llama) != before
+    assert of(llama) == before
 
 
 def test_functions_that_differ_in_what_they_close_over_have_others(llama):
@@ -259,6 +292,13 @@ def test_large_parameters_are_sampled_from_the_first_to_the_last_element():
         before = after
 
 
+def test_which_other_models_are_loaded_does_not_count(llama):
+    before = of(llama)
+    for kind in ("mixtral", "gemma3_text", "qwen3_5_text"):
+        assert of(build_tiny_model(kind)) != before
+    assert of(llama) == before
+
+
 def test_generation_config_is_no_part_of_it(llama):
     before = of(llama)
     llama.generation_config.temperature = 0.3
@@ -268,13 +308,13 @@ def test_generation_config_is_no_part_of_it(llama):
 def test_objects_without_content_are_refused(llama):
     llama.model.source = iter([1, 2])
     with pytest.raises(CannotIdentify, match="list_iterator"):
-        of(llama)
+        identity(llama, CompileOptions(), "")
 
 
 def test_tensors_elsewhere_are_refused(llama):
     llama.model.norm.to("meta")
     with pytest.raises(CannotIdentify, match=r"model\.norm\.weight is a .* on meta"):
-        of(llama)
+        identity(llama, CompileOptions(), "")
 
 
 class Own:
@@ -285,20 +325,36 @@ class Own:
     relu = nn.ReLU.forward
 
 
-def test_members_under_another_name_or_from_elsewhere_are_patches():
-    assert dict(framework.patches(nn.Linear)) == {}
-    found = dict(framework.patches(Own))
-    assert found["relu"] == "torch.nn.modules.activation.ReLU.forward"
-    assert "forward" not in found and "linear" not in found
+MEMBERS = {
+    "another function": nn.ReLU.forward,
+    "a function in C": torch.relu,
+    "a property": property(nn.ReLU.forward),
+    "a classmethod": classmethod(nn.ReLU.forward),
+    "a number": 3,
+    "nothing": None,
+}
 
-    class Patched(nn.Linear):
-        def forward(self, x):
-            return x
 
-        reset_parameters = property(lambda self: None)
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+def test_a_class_counts_by_its_members(monkeypatch, member):
+    before = class_state(Own)
+    monkeypatch.setattr(Own, "forward", member)
+    assert class_state(Own) != before
 
-    found = dict(framework.patches(Patched))
-    assert found["forward"] is vars(Patched)["forward"] and "reset_parameters" in found
+
+def test_of_methods_those_count_that_are_read(monkeypatch):
+    before = class_state(Own, lambda name: name == "relu")
+    monkeypatch.setattr(Own, "forward", nn.ReLU.forward)
+    assert class_state(Own, lambda name: name == "relu") == before
+    monkeypatch.setattr(Own, "relu", nn.Linear.forward)
+    assert class_state(Own, lambda name: name == "relu") != before
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, property, staticmethod], ids=["method", "property", "static"])
+def test_a_class_with_a_function_from_elsewhere_is_refused(monkeypatch, wrap):
+    monkeypatch.setattr(Own, "forward", wrap(of))
+    with pytest.raises(CannotIdentify, match=r"\.of stands in a module of the framework"):
+        class_state(Own)
 
 
 def test_a_module_counts_by_what_it_names():

@@ -13,10 +13,9 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-from torch_pagoda.compiler.fingerprint import registered
-from torch_pagoda.compiler.fingerprint.fingerprint import describe
-from torch_pagoda.compiler.fingerprint.framework_state import Touched
-from torch_pagoda.compiler.fingerprint.registered import check_nothing_registered
+from torch_pagoda.compiler.live_module.describer import CannotIdentify, describe
+from torch_pagoda.compiler.warm_start import framework_state
+from torch_pagoda.compiler.warm_start.framework_state import check_nothing_registered
 
 
 class OwnConfig(transformers.PreTrainedConfig):
@@ -73,7 +72,7 @@ REGISTERED = {
         "is another class",
     ),
     "another loader in the package as it was first imported": (
-        lambda m: m.setattr(registered.transformers, "AutoModelForCausalLM", OwnModel),
+        lambda m: m.setattr(framework_state.transformers, "AutoModelForCausalLM", OwnModel),
         "is another class",
     ),
 }
@@ -82,7 +81,7 @@ REGISTERED = {
 @pytest.mark.parametrize(("register", "words"), REGISTERED.values(), ids=REGISTERED)
 def test_what_is_registered_is_refused(monkeypatch, register, words):
     register(monkeypatch)
-    with pytest.raises(Touched, match=words):
+    with pytest.raises(CannotIdentify, match=words):
         check_nothing_registered()
 
 

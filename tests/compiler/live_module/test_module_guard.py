@@ -17,9 +17,9 @@ from transformers.activations import SiLUActivation
 from transformers.models.llama import modeling_llama
 
 from torch_pagoda.compiler import ModuleGuard, WeightGuard
-from torch_pagoda.compiler.fingerprint import module_guard
-from torch_pagoda.compiler.fingerprint.code_reads import computes_names
-from torch_pagoda.compiler.fingerprint.forward_reads import ForwardReads
+from torch_pagoda.compiler.live_module import module_guard
+from torch_pagoda.compiler.live_module.code_reads import computes_names
+from torch_pagoda.compiler.live_module.forward_reads import ForwardReads
 
 from tiny_models import build_tiny_model
 

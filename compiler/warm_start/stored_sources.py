@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ...runtime.ops.linear.stored_weight import StoredWeight
-from ..fingerprint.tensor_contents import stored_digest
+from ..weights.tensor_contents import stored_digest
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StoredSource:
     rows: tuple[tuple[str, ...], ...]
     stacked: bool
     form: str
-    dtype: str
+    dtype: torch.dtype
     transposed: bool
 
 
@@ -55,7 +55,7 @@ def stored_source(weight: StoredWeight, name: str, known: Mapping[str, str]) -> 
 
 
 def _source(weight: StoredWeight, rows: tuple[tuple[str, ...], ...], *, stacked: bool) -> StoredSource:
-    return StoredSource(rows, stacked, str(weight.form), str(weight.dtype), weight.transposed)
+    return StoredSource(rows, stacked, str(weight.form), weight.dtype, weight.transposed)
 
 
 def _rows(weight: torch.Tensor, names: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -70,7 +70,7 @@ def _rows(weight: torch.Tensor, names: Mapping[str, str]) -> tuple[str, ...] | N
     return tuple(names[half] for half in halves) if names.keys() >= set(halves) else None
 
 
-def of_source(source: StoredSource, weights: Mapping[str, torch.Tensor], dtype: torch.dtype) -> StoredWeight:
+def of_source(source: StoredSource, weights: Mapping[str, torch.Tensor]) -> StoredWeight:
     """The parameter, of the weights that a reader found.
 
     Raises:
@@ -90,7 +90,7 @@ def of_source(source: StoredSource, weights: Mapping[str, torch.Tensor], dtype: 
     assert isinstance(whole, StoredWeight)
     if str(whole.form) != source.form:
         raise ValueError(f"{source.rows[0][0]!r} is stored as {whole.form}, and was as {source.form}")
-    return whole.replaced(dtype=dtype, transposed=source.transposed)
+    return whole.replaced(dtype=source.dtype, transposed=source.transposed)
 
 
 def _joined(rows: list[StoredWeight]) -> StoredWeight:

@@ -2,10 +2,9 @@
 
 With a record a start needs no model class: nothing of transformers' models is imported, no module is made, and no
 weight is read but through the program. A record holds as long as everything is as it was when the class was imported
-and its module described: the checkpoint's files, the source files behind the class, the environment variables that
-its code reads, what is installed, and the modules of the framework that are loaded; and as long as nothing is
-registered with transformers. A program that was taken by a record is compared with the logits that were stored with
-it.
+and its module described: the checkpoint's files, the source files behind the class, what is installed, and the
+modules of the framework that are loaded; and as long as nothing is registered with transformers. A program that was
+taken by a record is compared with the logits that were stored with it.
 
 Code in memory may be another than its file's. So a record is made only where one could be used, in a process that had
 no module of models loaded before. What else was loaded before must be loaded in a process that uses it, and be alike.
@@ -18,48 +17,57 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...runtime.ops.linear.stored_weight import StoredWeight
-from ..fingerprint.describer import changed_variable
-from ..fingerprint.fingerprint import Fingerprint, settings_digest
-from ..fingerprint.framework_state import changed_module, framework_states, loaded_of_models
-from ..fingerprint.registered import check_nothing_registered
-from ..fingerprint.tensor_contents import module_tensors, stored_digest
 from ..options import CompileOptions
+from ..weights.tensor_contents import module_tensors, stored_digest
 from .checkpoint_files import CheckpointFiles, sample_digest
+from .framework_state import (
+    changed_module,
+    check_nothing_registered,
+    framework_states,
+    loaded_of_models,
+)
 from .graph_data import CannotStore
+from .identity import Identity, settings_digest
+from .restore import Outdated
 from .stored_sources import StoredSource, of_source, stored_source
-from .typed_data import from_plain
 
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
-_DTYPES = {str(d): d for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
-_OURS = __name__.partition(".")[0]
 _FRAMEWORK = frozenset(("torch", "transformers", "huggingface_hub"))
 _SETTINGS = ("TRANSFORMERS_", "USE_")
 """How environment variables begin that transformers reads when it makes a model."""
 
-Fact = bool | int | float | None
-Facts = dict[str, Fact | list[int]]
+_FACTS = {
+    "generation_config": (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens"),
+        *("do_sample", "eos_token_id"),
+    ),
+    "config": ("eos_token_id",),
+}
+"""Values that serving a model takes of its configs, which a start by a record does not make."""
+Facts = dict[str, dict[str, Any]]
+"""Config → name → value."""
 
 
 @dataclass(frozen=True)
-class WarmStart:
-    """What a file holds of a checkpoint.
+class Record:
+    """The content of a file about a checkpoint.
 
     Attributes:
         program: the key of its program.
-        weights: the module's tensor → the checkpoint's, and the dtype that it is converted to ("" for its own).
+        weights: the module's tensor → the checkpoint's, and the dtype that it is converted to (None: its own).
         tensors: those of the module that no file holds.
         sources: Python modules behind the class, and of transformers all that were loaded → SHA-256 of their files.
-        variables: environment variables that code reads → their values.
         states: loaded modules of the framework → their digests.
         before: those and the sources that were loaded before the model was.
         facts: what else a server of the model has to know of its configs.
@@ -67,18 +75,13 @@ class WarmStart:
     """
 
     program: str
-    weights: dict[str, tuple[str, str]]
+    weights: dict[str, tuple[str, torch.dtype | None]]
     tensors: dict[str, torch.Tensor]
     sources: dict[str, str]
-    variables: dict[str, str | None]
     states: dict[str, str]
     before: list[str]
     facts: Facts
     stored: dict[str, StoredSource] = field(default_factory=dict)
-
-
-class NotAsItWas(Exception):
-    """A record does not hold any more. The message says why."""
 
 
 def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
@@ -93,26 +96,25 @@ def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
 
 
 def describe_start(
-    model: nn.Module, found: Fingerprint, files: CheckpointFiles, facts: Facts, loaded: Container[str]
-) -> WarmStart:
+    model: nn.Module, found: Identity, files: CheckpointFiles, facts: Facts, loaded: Container[str]
+) -> Record:
     """The record of a checkpoint that ``model`` was just loaded from.
 
     Args:
         model: as it was loaded.
-        found: its description.
+        found: its identity.
         files: the checkpoint's.
-        facts: see ``WarmStart``.
+        facts: see ``Record``.
         loaded: names of the Python modules that were loaded before the model was.
 
     Raises:
         CannotStore: the module is not made of the files' tensors, or of code that the record could not check.
-        Touched: something that is not the framework's stands in a module of it, or is registered with it.
+        CannotIdentify: something that is not the framework's stands in a module of it, or is registered with it.
     """
     kind = type(model)
     if not kind.__module__.startswith("transformers.models."):
         raise CannotStore(f"{kind.__qualname__} is not transformers' own")
-    # Our own sources are part of the key.
-    sources = {name: digest for name, digest in found.sources.items() if name.partition(".")[0] != _OURS}
+    sources = dict(found.sources)
     for name in sources:
         if name.partition(".")[0] not in _FRAMEWORK or _source(name) is None:
             raise CannotStore(f"its code is in {name}, too")
@@ -123,9 +125,9 @@ def describe_start(
     sources |= {name: _digest(name) for name in states if name.startswith("transformers.")}
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
-    held: dict[str, tuple[str, str]] = {}
+    held: dict[str, tuple[str, torch.dtype | None]] = {}
     own: dict[str, str] = {}
-    converted: dict[str, tuple[str, str]] = {}
+    converted: dict[str, tuple[str, torch.dtype | None]] = {}
     quantized: dict[str, str] = {}
     for name, tensor in files.of_a_float_checkpoint(_dtype_of_stored(named)):
         if isinstance(tensor, StoredWeight):
@@ -133,8 +135,8 @@ def describe_start(
             continue
         own[name] = sample_digest(tensor)
         for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
-            converted.setdefault(sample_digest(tensor, dtype), (name, str(dtype)))
-    by_content = {**converted, **{digest: (name, "") for name, digest in reversed(own.items())}}
+            converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+    by_content = {**converted, **{digest: (name, None) for name, digest in reversed(own.items())}}
     kept: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredSource] = {}
     for name, tensor in named.items():
@@ -146,7 +148,7 @@ def describe_start(
             continue
         source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
         if source is not None:
-            held[name] = (name, "") if own.get(name) == own[source[0]] and not source[1] else source
+            held[name] = (name, None) if own.get(name) == own[source[0]] and source[1] is None else source
         elif isinstance(tensor, nn.Parameter):
             raise CannotStore(f"its files hold no tensor that is {name!r}")
         else:
@@ -154,7 +156,7 @@ def describe_start(
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     before = sorted(name for name in sources.keys() | states if name in loaded)
-    return WarmStart(found.digest, held, kept, sources, dict(found.variables), states, before, facts, stored)
+    return Record(found.digest, held, kept, sources, states, before, facts, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -162,73 +164,54 @@ def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
     return next((tensor.dtype for tensor in named.values() if isinstance(tensor, StoredWeight)), torch.bfloat16)
 
 
-def read_record(data: Mapping[str, Any]) -> WarmStart:
-    """The record that ``typed_data.to_plain`` was given.
-
-    Raises:
-        ValueError: it is none.
-    """
-    record: WarmStart = from_plain(WarmStart, {f.name: data.get(f.name) for f in fields(WarmStart)}, "the record")
-    for dtype in (*(dtype for _, dtype in record.weights.values() if dtype), *_shown(record)):
-        if dtype not in _DTYPES:
-            raise ValueError(f"the record converts weights to {dtype!r}")
-    return record
-
-
-def check_record(record: WarmStart) -> None:
+def check_record(record: Record) -> None:
     """Compare what a record was made with and what there is now.
 
     Raises:
-        NotAsItWas: something else would be loaded, or might be.
-        Touched: as ``describe_start``.
+        Outdated: something else would be loaded, or might be.
+        CannotIdentify: as ``describe_start``.
     """
     if (name := loaded_of_models(record.sources, sys.modules)) is not None:
-        raise NotAsItWas(f"{name} is loaded, and may have been changed")
+        raise Outdated(f"{name} is loaded, and may have been changed")
     if (name := next((name for name in record.before if name not in sys.modules), None)) is not None:
-        raise NotAsItWas(f"{name} was loaded before the model was, and may have been changed")
+        raise Outdated(f"{name} was loaded before the model was, and may have been changed")
     check_nothing_registered()
-    if (name := changed_variable(record.variables)) is not None:
-        raise NotAsItWas(f"the environment variable {name} has another value")
     for module, digest in record.sources.items():
         if _digest(module) != digest:
-            raise NotAsItWas(f"the source of {module} is another")
+            raise Outdated(f"the source of {module} is another")
     if (changed := changed_module(record.states)) is not None:
-        raise NotAsItWas(f"{changed} was changed in this process")
+        raise Outdated(f"{changed} was changed in this process")
 
 
-def start_tensors(record: WarmStart, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
+def start_tensors(record: Record, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors that the module would have under the names that are needed.
 
     Raises:
-        NotAsItWas: one of them is missing.
+        Outdated: one of them is missing.
     """
-    stored = dict(files.of_a_float_checkpoint(next((_DTYPES[dtype] for dtype in _shown(record)), torch.bfloat16)))
-    made: dict[tuple[str, str], torch.Tensor] = {}
+    shown = next((source.dtype for source in record.stored.values()), torch.bfloat16)
+    stored = dict(files.of_a_float_checkpoint(shown))
+    made: dict[tuple[str, torch.dtype | None], torch.Tensor] = {}
     made_of: dict[StoredSource, torch.Tensor] = {}
     found: dict[str, torch.Tensor] = {}
     for name in needed:
         if (quantized := record.stored.get(name)) is not None:
             if quantized not in made_of:
-                made_of[quantized] = of_source(quantized, stored, _DTYPES[quantized.dtype])
+                made_of[quantized] = of_source(quantized, stored)
             found[name] = made_of[quantized]
             continue
         if (source := record.weights.get(name)) is None:
             if name not in record.tensors:
-                raise NotAsItWas(f"nothing is recorded of {name!r}")
+                raise Outdated(f"nothing is recorded of {name!r}")
             found[name] = record.tensors[name]
             continue
         if source not in made:
             if source[0] not in stored:
-                raise NotAsItWas(f"the checkpoint has no {source[0]!r}")
+                raise Outdated(f"the checkpoint has no {source[0]!r}")
             tensor = stored[source[0]]
-            made[source] = tensor.to(_DTYPES[source[1]]) if source[1] else tensor
+            made[source] = tensor if source[1] is None else tensor.to(source[1])
         found[name] = made[source]
     return found
-
-
-def _shown(record: WarmStart) -> Iterator[str]:
-    """The dtypes that quantized weights are shown in."""
-    return (source.dtype for source in record.stored.values())
 
 
 def _digest(name: str) -> str:
@@ -249,3 +232,23 @@ def _source(name: str) -> Path | None:
         if inner and file.is_file():
             return file
     return None if inner else path / "__init__.py"
+
+
+def facts_of(model: Any) -> Facts | None:
+    """The facts of a model; None where a config holds something unusual."""
+    facts = {
+        owner: {name: getattr(getattr(model, owner, None), name, None) for name in names}
+        for owner, names in _FACTS.items()
+    }
+    return facts if all(_is_plain(value) for found in facts.values() for value in found.values()) else None
+
+
+def model_of(facts: Facts) -> Any:
+    """An object whose ``config`` and ``generation_config`` say what those of the model said."""
+    return SimpleNamespace(**{owner: SimpleNamespace(**found) for owner, found in facts.items()})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(type(entry) is int for entry in value)
+    return type(value) in (type(None), bool, int, float)

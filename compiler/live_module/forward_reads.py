@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,9 +20,16 @@ import torch
 from torch import nn
 
 from .code_reads import computes_names, imports_in, names_in
-from .describer import NOT_RUN
-from .framework import is_framework, is_own
+from .framework import is_framework
 
+_NOT_RUN = frozenset(
+    "__init__ __post_init__ __new__ __init_subclass__ __repr__ extra_repr _init_weights from_pretrained "
+    "save_pretrained prepare_inputs_for_generation __getstate__ __setstate__ __reduce__ __reduce_ex__ "
+    "__deepcopy__ __copy__ __del__".split()
+)
+"""Methods that a forward call of a finished object does not run unless its code names them."""
+MAKERS = frozenset(("__init__", "__post_init__", "__new__"))
+"""Methods that run when code calls a class."""
 _CALLED = frozenset(
     "__call__ __getattr__ __getattribute__ __getitem__ __iter__ __len__ __contains__ __bool__ __enter__".split()
 )
@@ -35,11 +43,10 @@ _TOKENS = frozenset(("pad_token_id", "bos_token_id", "eos_token_id"))
 """Entries of a config that models are made from and that say nothing of their logits."""
 _ASIDE = frozenset(("loss_function", "warn_if_padding_and_no_attention_mask"))
 """Functions that say nothing of the logits."""
-_GIVEN_TENSORS = frozenset(sys.stdlib_module_names) - {"__main__"} | {"torch", "numpy", "torch_pagoda"}
-"""Packages whose functions look at no attribute of a model; torch's modules do."""
 _CALLED_ALIKE = (torch.Tensor, dict, list, str)
 """Kinds whose methods code calls; the framework's of such a name, ``to`` or ``update``, are not part of a forward."""
 _SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type)
 
 Space = dict[str, Any]
@@ -57,12 +64,12 @@ class ForwardReads:
         self._all_names = False
         self._parts: set[str] = set()
         self._seen: dict[int, Any] = {}
-        self._members: list[tuple[str, Any]] = []  # of classes: followed once the name is read
-        self._attributes: list[Space] = []
+        self._members: list[tuple[str, Any]] = []  # of classes and objects: followed once the name is read
+        self._files: list[types.ModuleType] = []  # not the framework's, which code gets hold of
         self._aliases: list[dict[str, str]] = []  # names of configs in place of others
         self._globals: dict[int, tuple[str, Space, set[str]]] = {}
         for module in model.modules():
-            self._attributes.append(vars(module))
+            self._add_attributes(vars(module))
             self._add_class(type(module))
         self._add_attention(getattr(model, "config", None))
         self._close()
@@ -75,7 +82,13 @@ class ForwardReads:
 
     def reads(self, name: str) -> bool:
         """Whether an attribute of this name is read."""
-        return self._all_names or name in self._names or any(part in name for part in self._parts)
+        return (
+            self._all_names or name in self._names or bool(self._parts and any(part in name for part in self._parts))
+        )
+
+    def runs(self, name: str) -> bool:
+        """True if a method of this name of a class that is not the framework's may be run."""
+        return name not in _NOT_RUN if name[:2] == "__" else self.reads(name)
 
     def configures(self, name: str) -> bool:
         """Whether an entry of a config of this name is read, or was when the model was made."""
@@ -85,6 +98,10 @@ class ForwardReads:
         """The name of each Python module that is read, its entries, and those of them that are read."""
         for place, space, names in self._globals.values():
             yield place, space, {name: space[name] for name in sorted(names) if name in space}
+
+    def functions(self) -> Iterator[types.FunctionType]:
+        """The functions that may be run, but for those of the framework that look at no attribute of a model."""
+        yield from (item for item in self._seen.values() if isinstance(item, types.FunctionType))
 
     def _add_attention(self, config: Any) -> None:
         """The function that transformers calls under the config's name."""
@@ -101,12 +118,12 @@ class ForwardReads:
             before = now
             waiting, self._members = self._members, []
             for name, item in waiting:
-                if name in self._names:
+                if self._all_names or name in self._names:
                     self._add(item)
                 else:
                     self._members.append((name, item))
-            for space in list(self._attributes):
-                self._add_all([space[name] for name in self._names & space.keys()])
+            for module in list(self._files):
+                self._read(vars(module), frozenset(self._names))
             for aliases in self._aliases:
                 self._names.update(other for name, other in aliases.items() if name in self._names)
 
@@ -116,19 +133,36 @@ class ForwardReads:
 
     def _add(self, item: Any) -> None:
         """A value that code can get hold of."""
-        if type(item) in _SCALARS or isinstance(item, (torch.Tensor, nn.Module)) or id(item) in self._seen:
+        if type(item) in _SCALARS or isinstance(item, (torch.Tensor, nn.Module)):
             return
-        if not isinstance(item, type):
-            self._seen[id(item)] = item
+        if isinstance(item, type):
+            self._add_class(item)
+            self._add_makers(item)
+            return
+        if id(item) in self._seen:
+            return
+        self._seen[id(item)] = item
         self._add_all(_parts(item))
         if isinstance(item, types.FunctionType):
             self._add_function(item)
-        elif isinstance(item, type):
-            self._add_class(item)
-        elif not isinstance(item, types.ModuleType) and _is_followed(type(item).__module__):
+        elif isinstance(item, types.ModuleType):
+            if _is_a_users(item.__name__):
+                self._files.append(item)
+        elif _is_followed(type(item).__module__):
             self._add_class(type(item))
             if isinstance(getattr(item, "__dict__", None), dict):
-                self._attributes.append(vars(item))
+                self._add_attributes(vars(item))
+
+    def _add_attributes(self, items: Space) -> None:
+        for name, item in items.items():
+            if type(item) not in _SCALARS and (type(item) not in _CONTAINERS or item):
+                self._members.append((name, item))
+
+    def _add_makers(self, cls: type) -> None:
+        """Follow the methods that run when code calls a class."""
+        for base in cls.__mro__ if not issubclass(cls, nn.Module) else ():
+            if _is_a_users(base.__module__):
+                self._add_all([vars(base)[name] for name in MAKERS & vars(base).keys()])
 
     def _add_class(self, cls: type) -> None:
         for base in cls.__mro__[:-1]:
@@ -140,7 +174,7 @@ class ForwardReads:
                 if name == "attribute_map" and isinstance(item, dict):
                     self._aliases.append(item)
                 if name[:2] == "__" and name[-2:] == "__":
-                    if name in _CALLED if installed else name not in NOT_RUN:
+                    if name in _CALLED if installed else name not in _NOT_RUN:
                         self._add(item)
                 elif not (framework and any(hasattr(kind, name) for kind in _CALLED_ALIKE)):
                     self._members.append((name, item))
@@ -151,15 +185,14 @@ class ForwardReads:
         if not _is_followed(place):
             return
         names = names_in(code) - _ASIDE
-        if not is_own(function) and computes_names(code):
+        if not is_framework(place) and computes_names(code):
             if place.startswith("transformers."):
                 self._parts.update(name for name in names if name[:1] == "_" or name[-1:] == "_")
             else:
                 self._all_names = True
         self._names |= names
         self._read(space, names)
-        for entry in imports_in(code):
-            name = "." * entry.level + entry.name
+        for name in imports_in(code):
             module = sys.modules.get(importlib.util.resolve_name(name, space.get("__package__") or ""))
             if module is not None:
                 self._read(vars(module), names)
@@ -169,8 +202,9 @@ class ForwardReads:
         place, known = str(space.get("__name__")), names & space.keys()
         new = known - self._globals.setdefault(id(space), (place, space, set()))[2]
         self._globals[id(space)][2].update(new)
-        for item in [space[name] for name in new]:
-            self._add(item)
+        for name in new:
+            if not (is_framework(place) and name[:1] == "_" and isinstance(space[name], dict)):
+                self._add(space[name])  # what the framework keeps is about all models that are loaded
         for item in [space[name] for name in known]:
             if isinstance(item, types.ModuleType) and item.__name__.partition(".")[0] not in sys.stdlib_module_names:
                 self._read_inside(item, names)
@@ -186,9 +220,14 @@ class ForwardReads:
 
 
 def _is_followed(name: str) -> bool:
-    if name.partition(".")[0] in _GIVEN_TENSORS:
-        return name.startswith("torch.nn.modules.")
-    return not name.startswith("transformers.models.auto.")  # which model a config stands for
+    """True if functions of a Python module may look at an attribute of a model: of torch's those of modules do."""
+    if name.startswith("transformers."):
+        return not name.startswith("transformers.models.auto.")  # which model a config stands for
+    return name.startswith("torch.nn.modules.") or not is_framework(name)
+
+
+def _is_a_users(name: str) -> bool:
+    return not is_framework(name) and not name.startswith("transformers.")
 
 
 def _parts(item: Any) -> Iterator[Any]:

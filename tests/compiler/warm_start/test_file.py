@@ -8,8 +8,8 @@ import os
 import pytest
 import torch
 
-from torch_pagoda.compiler.store import program_store
-from torch_pagoda.compiler.store.program_store import DISABLE, ProgramStore, open_store
+from torch_pagoda.compiler.warm_start import file
+from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore, open_store
 
 
 @pytest.fixture
@@ -19,18 +19,18 @@ def store(tmp_path):
 
 def test_what_was_saved_is_loaded(store):
     store.save("a", {"rows": [("x", 1, None)], "tensors": {"t": torch.arange(3).t()}})
-    found = store.load("a")
+    found = store.load("a", dict)
     assert found is not None
     assert found["rows"] == [("x", 1, None)]
     assert torch.equal(found["tensors"]["t"], torch.arange(3))
-    assert store.load("b") is None
+    assert store.load("b", dict) is None
 
 
 def test_discarded_is_gone(store):
     store.save("a", {})
     store.discard("a")
     store.discard("a")
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"no archive", "half"], ids=["empty", "other", "half"])
@@ -39,36 +39,36 @@ def test_broken_files_count_as_not_there(store, content, caplog):
     path = store.folder / "a.program"
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2] if content == "half" else content)
     with caplog.at_level(logging.WARNING):
-        assert store.load("a") is None
+        assert store.load("a", dict) is None
     assert "is not used" in caplog.text
 
 
 def test_other_formats_count_as_not_there(store, monkeypatch):
-    monkeypatch.setattr(program_store, "_MARK", b"pagoda program 0\n")
+    monkeypatch.setattr(file, "_MARK", b"pagoda program 0\n")
     store.save("a", {})
     monkeypatch.undo()
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
 
 
 def test_code_in_a_file_is_not_run(store, caplog):
     """Though its digest is right."""
     store.save("a", {"f": os.getcwd})
     with caplog.at_level(logging.WARNING):
-        assert store.load("a") is None
+        assert store.load("a", dict) is None
     assert "it holds more than data" in caplog.text and "weights_only" not in caplog.text
 
 
 def test_files_that_are_no_programs_count_as_not_there(store, caplog):
     store.save("a", [1, 2])
-    assert store.load("a") is None
-    assert "it holds no program" in caplog.text
+    assert store.load("a", dict) is None
+    assert "it holds no dict" in caplog.text
 
 
 def test_huge_files_are_not_read(store, caplog):
     store.save("a", {})
     with (store.folder / "a.program").open("r+b") as file:
         file.truncate(1 << 33)
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
     assert "it has 8589934592 bytes" in caplog.text
 
 
@@ -83,7 +83,7 @@ def test_what_others_can_write_is_not_read(store, caplog, which):
     store.save("a", {})
     path = store.folder if which == "folder" else store.folder / "a.program"
     path.chmod(0o777)
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
     assert f"others may write to {path}" in caplog.text and "chmod go-w" in caplog.text
 
 
@@ -101,7 +101,7 @@ def test_what_belongs_to_others_is_not_read(store, caplog, which):
     store.save("a", {})
     path = store.folder if which == "folder" else store.folder / "a.program"
     os.chown(path, 12345, 0)
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
     assert f"{path} belongs to user 12345" in caplog.text
 
 
@@ -110,7 +110,7 @@ def test_links_are_not_followed(store, tmp_path, caplog):
     file = store.folder / "a.program"
     file.rename(tmp_path / "elsewhere")
     file.symlink_to(tmp_path / "elsewhere")
-    assert store.load("a") is None
+    assert store.load("a", dict) is None
     assert "is a link" in caplog.text
 
 
@@ -122,7 +122,7 @@ def test_a_folder_that_is_only_read_is_read(store, monkeypatch):
         raise PermissionError(13, "Read-only file system")
 
     monkeypatch.setattr(os, "utime", forbid)
-    assert store.load("a") == {"x": 1}
+    assert store.load("a", dict) == {"x": 1}
 
 
 def test_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
@@ -143,13 +143,13 @@ def test_broken_off_writes_leave_nothing(store, monkeypatch, caplog):
 
 
 def test_programs_unused_for_longest_are_pruned(store, monkeypatch):
-    monkeypatch.setattr(program_store, "_MOST_FILES", 2)
+    monkeypatch.setattr(file, "_MOST_FILES", 2)
     for i, key in enumerate("abc"):
         store.save(key, {})
         os.utime(store.folder / f"{key}.program", (1e9 + i, 1e9 + i)) if (
             store.folder / f"{key}.program"
         ).exists() else None
-    assert store.load("b") is not None  # and so it was used after c
+    assert store.load("b", dict) is not None  # and so it was used after c
     os.utime(store.folder / "c.program", (1e9, 1e9))
     (store.folder / "old.part").touch()
     os.utime(store.folder / "old.part", (1e9, 1e9))

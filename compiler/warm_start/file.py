@@ -11,18 +11,36 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ...passes.graph.notes import PackedWeight
+from ...passes.graph.record import PassRecord, Rejection, Route
+from ...runtime.ops.linear.quantized_weight import Quantization
+from ...runtime.ops.linear.weight_format import InputScale
 from ...runtime.private_folder import cache_folder, check_private_folder, make_private_folder, open_private_file
+from ...runtime.program import CacheSpec, StateSpec
+from ..link.linkage import Linkage
+from ..report import CompileReport, PassCheck, SizeCheck, Verdict
+from .record import Record
+from .restore import StoredProgram, StoredReference
+from .stored_sources import StoredSource
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 DISABLE = "TORCH_PAGODA_DISABLE_PROGRAM_CACHE"
 """Environment variable: anything but "" and "0" compiles every program anew and keeps none."""
-_MARK = b"pagoda program 2\n"
+_MARK = b"pagoda program 3\n"
 _SUFFIX = ".program"
+_RECORDS = (
+    *(StoredProgram, StoredReference, Record, StoredSource, Linkage, CacheSpec, StateSpec, PackedWeight),
+    *(Quantization, InputScale, CompileReport, PassRecord, Rejection, Route, Verdict, PassCheck, SizeCheck),
+    frozenset,
+)
+"""Classes of what files hold: data that no code runs to make."""
 _MOST_FILES = 256
 _MOST_BYTES = 256 << 20
 """Of a file: more than its tables and its graph can take."""
@@ -50,8 +68,13 @@ class ProgramStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def load(self, key: str) -> dict[str, Any] | None:
-        """What was kept under ``key``; None where there is nothing, or nothing that is as it was written."""
+    def load(self, key: str, kind: type[T]) -> T | None:
+        """What was kept under ``key``; None where there is nothing, or nothing that is as it was written.
+
+        Args:
+            key: its name.
+            kind: its class.
+        """
         path = self._path(key)
         try:
             check_private_folder(self.folder)
@@ -60,9 +83,9 @@ class ProgramStore:
                 if size > _MOST_BYTES:
                     raise ValueError(f"it has {size} bytes")
                 body = _body(file.read(_MOST_BYTES + 1), key)
-            data: dict[str, Any] = _parsed(body)
-            if type(data) is not dict:
-                raise ValueError("it holds no program")
+            data = _parsed(body)
+            if not isinstance(data, kind):
+                raise ValueError(f"it holds no {kind.__name__}")
         except FileNotFoundError:
             return None
         except Exception as error:  # damaged, not ours, or not readable
@@ -72,8 +95,9 @@ class ProgramStore:
             os.utime(path)  # used now: the last to be pruned
         return data
 
-    def save(self, key: str, data: dict[str, Any]) -> None:
-        """Keep ``data``, made of literals, containers and tensors. A folder that cannot be written is no error."""
+    def save(self, key: str, data: Any) -> None:
+        """Keep ``data``, made of literals, containers, tensors and ``_RECORDS``. A folder that cannot be written is
+        no error."""
         try:
             make_private_folder(self.folder)
             body = io.BytesIO()
@@ -132,10 +156,11 @@ def _parsed(body: memoryview) -> Any:
     """What ``torch.save`` was given.
 
     Raises:
-        ValueError: it is not made of literals, containers and tensors alone; nothing else of it was made.
+        ValueError: it is made of more than literals, containers, tensors and ``_RECORDS``; no more of it was made.
     """
     try:
-        return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(list(_RECORDS)):
+            return torch.load(io.BytesIO(body), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # whose message advises to load it regardless
         raise ValueError("it holds more than data") from None
 

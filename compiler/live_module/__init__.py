@@ -1,0 +1,1 @@
+"""Modules that were compiled, as they are in memory: what they hold and read, and whether that has changed."""
