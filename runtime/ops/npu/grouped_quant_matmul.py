@@ -59,8 +59,7 @@ def multiply_int8(
     """Products of rows of int8: sums in int32, then fp32, rounded once. For the arguments see ``npu_grouped_matmul``.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
-        NotImplementedError: results of int8 or int32, or no scales.
+        NotImplementedError: results of int8 or int32.
     """
     if result not in _RESULTS:
         raise NotImplementedError(f"output_dtype is {result}; the CPU kernel makes bf16, fp16 and fp32 of int8")
@@ -87,11 +86,7 @@ def multiply_rounded(
     offset: Sequence[torch.Tensor] | None,
     bias: Sequence[torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Products of rows of floats and rounded matrices, in fp32, rounded once; see ``npu_grouped_matmul``.
-
-    Raises:
-        ValueError: shapes, dtypes or groups that do not fit, or no scale or offset.
-    """
+    """Products of rows of floats and rounded matrices, in fp32, rounded once; see ``npu_grouped_matmul``."""
     assert scale is not None and offset is not None
     (scales,), (offsets,) = scale, offset
     groups, outputs = scales.shape[1] if scales.dim() == 3 else 1, scales.shape[-1]

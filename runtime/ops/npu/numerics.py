@@ -51,13 +51,6 @@ def rounded_to_int8(value: torch.Tensor) -> torch.Tensor:
     return value.round().clamp(-128, 127).to(torch.int8)
 
 
-def check_floating(**tensors: torch.Tensor) -> None:
-    """Raise ``ValueError`` for the first of ``tensors`` that does not hold floating point numbers."""
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            raise ValueError(f"{name} has dtype {tensor.dtype}; it must be float16, bfloat16 or float32")
-
-
 def bits_of_float(table: torch.Tensor) -> torch.Tensor:
     """int64 that holds the bits of float32 in its lower half, and zeros above them."""
     return table.float().contiguous().view(torch.int32).to(torch.int64).bitwise_and(0xFFFFFFFF)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import attention, caches, latent, linears, moe, norms, quantized, rope, sparse_attention, states
-from .call import Call
+from .call import COMPARED, Call
 from .rules import BF16, HALF, INFERENCE, Limits, alike
 
 _FILES = (norms, rope, linears, caches, attention, latent, sparse_attention, moe, quantized, states)
@@ -22,9 +22,6 @@ LIMITS: dict[str, Limits] = {name: limits for name, limits in _ALL.items() if li
 """Operator → its limits. Lowering emits no ``npu::`` operator that is not in here, and each of them has a converter
 in torchair or one of ours, ``compiler.targets.npu.ge.converters``, or a rule that refuses it for graphs of GE."""
 
-_COMPARED = frozenset({torch.float32, torch.float64})
-"""Dtypes that reference kernels compute in to compare, beside those of 16 bits."""
-
 
 def violations(call: Call) -> list[str]:
     """The reasons why ``call`` is not legal on its chip, or in its reference kernel; [] when it is."""
@@ -33,7 +30,7 @@ def violations(call: Call) -> list[str]:
         return [] if call.is_reference else [f"{call.name} is not in the table of limits"]
     found = [] if call.is_reference else _of_chip(call, limits)
     for name, allowed in limits.dtypes.items():
-        known = allowed | _COMPARED if call.is_reference and (allowed >= HALF or allowed == BF16) else allowed
+        known = allowed | COMPARED if call.is_reference and (allowed >= HALF or allowed == BF16) else allowed
         dtype = call.dtype(name)
         if dtype is not None and dtype not in known:
             found.append(f"{name} is {dtype}; it must be {' or '.join(sorted(map(str, allowed)))}")

@@ -13,7 +13,8 @@ from ....npu_target import NpuTarget
 from ..schemas import COMMON_NAMES
 
 REFERENCE = NpuTarget(graph_mode="aclgraph")
-_COMPARED = (torch.float32, torch.float64)
+COMPARED = frozenset({torch.float32, torch.float64})
+"""Dtypes that reference kernels compute in to compare, beside those of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Call:
         """Tell whether numbers of 16 bits are meant, which a reference kernel compares in others, too."""
         if dtype is None:
             return False
-        halves = (torch.float16, torch.bfloat16, *(_COMPARED if self.is_reference else ()))
+        halves = (torch.float16, torch.bfloat16, *(COMPARED if self.is_reference else ()))
         return self.target.counted(dtype) in halves
 
     def tensors(self) -> dict[str, torch.Tensor]:

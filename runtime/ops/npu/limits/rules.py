@@ -66,16 +66,6 @@ def on_inference_chip(rule: Rule) -> Rule:
     return lambda call: rule(call) if call.target.product is INFERENCE else ""
 
 
-def multiple(argument: str, dim: int, of: int) -> Rule:
-    """Dim ``dim`` of a tensor is a multiple of ``of``."""
-
-    def check(call: Call) -> str:
-        size = _size(call, argument, dim)
-        return f"dim {dim} of {argument} is {size}, no multiple of {of}" if size is not None and size % of else ""
-
-    return check
-
-
 def below(argument: str, dim: int, bound: int) -> Rule:
     """Dim ``dim`` of a tensor is below ``bound``."""
 
