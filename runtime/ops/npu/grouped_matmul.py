@@ -63,7 +63,7 @@ def npu_grouped_matmul(
     """
     rows = _only_input(x, weight, group_type, (scale, per_token_scale), (antiquant_scale, antiquant_offset))
     is_int8 = rows.dtype is torch.int8
-    whole = is_int8 or (bool(weight) and weight[0].dtype in _WHOLE)
+    whole = is_int8 or weight[0].dtype in _WHOLE
     if whole:
         rounded = RoundedMatrices(weight[0], group_ends(group_list, group_list_type, len(weight[0]), len(rows)))
         dtype = rows.dtype if not output_dtype else DTYPES_BY_CODE.get(output_dtype)
@@ -131,15 +131,17 @@ def _only_input(
         of_floats: antiquant_scale and antiquant_offset.
 
     Raises:
-        ValueError: no ``group_type``.
+        ValueError: no ``group_type``, or no weight.
         NotImplementedError: a call of another kind.
     """
     if group_type is None:
         raise ValueError("group_type is None; with a group_list tensor it must be 0")
     if len(x) != 1:
         raise NotImplementedError(f"x holds {len(x)} tensors; the CPU kernel of npu::npu_grouped_matmul takes one")
+    if not weight:
+        raise ValueError("weight is an empty list; it must hold one [E, K, N] or E times [K, N]")
     rows = x[0]
-    whole = bool(weight) and weight[0].dtype in _WHOLE
+    whole = weight[0].dtype in _WHOLE
     if of_int8 != (None, None) and rows.dtype is not torch.int8:
         raise NotImplementedError(f"x has dtype {rows.dtype}; scale and per_token_scale are for int8")
     if of_floats != (None, None) and (rows.dtype is torch.int8 or not whole):

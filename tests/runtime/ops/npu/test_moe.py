@@ -250,6 +250,8 @@ PLACES = torch.arange(18, dtype=torch.int32)
         ),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type must be 0"),
+        (lambda: npu.npu_grouped_matmul([X], [], **GROUPED), "weight is an empty list"),
+        (lambda: npu.npu_grouped_matmul([X.to(torch.int8)], [], **GROUPED), "weight is an empty list"),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT[:, :7]], **GROUPED), "must be .M, K."),
         (
             lambda: npu.npu_grouped_matmul([X], [WEIGHT], bias=[torch.zeros(2, 4).half()], **GROUPED),
