@@ -12,7 +12,7 @@ from ...passes.graph.notes import PackedWeight, fewest_bits
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.linear.packed_linear import pack_weight
-from ...runtime.ops.linear.quantized_weight import PANEL, pack_stored, packed_bytes, quantize_weight, scheme_of
+from ...runtime.ops.linear.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
@@ -28,9 +28,6 @@ from ..weights.file_pages import FilePages
 from ..weights.merged_weights import drop_stored, link_merged_weights, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
-
-_PACKED_AT_ONCE = 1 << 21
-"""Stored weights that are laid out together."""
 
 
 def link(
@@ -352,22 +349,8 @@ def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     if weight.dim() == 3:  # experts
         return torch.stack([_packed(weight, packed) for weight in _matrices(weight, packed)])
     if isinstance(weight, StoredWeight):
-        return pack_weight(weight.dense()) if scheme is None else _packed_by_rows(weight)
+        return pack_weight(weight.dense()) if scheme is None else pack_stored(weight)
     return pack_weight(weight) if scheme is None else quantize_weight(weight.detach(), scheme)
-
-
-def _packed_by_rows(weight: StoredWeight) -> torch.Tensor:
-    """``pack_stored`` of some panels at a time: what is between codes and panels takes several times their memory."""
-    outputs, inputs = weight.codes.shape[0], weight.codes.shape[1] * weight.form.per_byte
-    rows = max(PANEL, _PACKED_AT_ONCE // max(inputs, 1) // PANEL * PANEL)
-    packed = torch.empty(packed_bytes(outputs, inputs, scheme_of(weight.form)), dtype=torch.uint8)
-    at = 0
-    for first in range(0, outputs, rows):
-        part = weight.each(lambda table, first=first: table[first : first + rows])  # type: ignore[misc]
-        panels = pack_stored(part)
-        packed[at : at + panels.numel()] = panels
-        at += panels.numel()
-    return packed
 
 
 def _check(weight: torch.Tensor, packed: torch.Tensor, noted: PackedWeight) -> None:

@@ -17,6 +17,10 @@ constexpr int64_t kStep = 64;   // inputs
 constexpr int64_t kStepBytes = kPanel * kStep;  // of int8
 constexpr int64_t kScaleBytes = kPanel * sizeof(float);
 
+// What the codes of weights are: integers (int8, int4), fp8 (e4m3), fp4 (e2m1), or integers in groups that share a step
+// and have offsets. Numbered as in weight_format.py.
+enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2, kAffine = 3 };
+
 // What int8 weights are xored with where products take signed numbers alone, which also takes their zero away.
 #if defined(PAGODA_ARM_DOT) && !defined(PAGODA_ARM_I8MM)
 constexpr uint8_t kFlip = 128;

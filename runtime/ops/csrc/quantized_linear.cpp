@@ -20,10 +20,6 @@
 
 #include <vector>
 
-// What the codes of weights are: integers (int8, int4), fp8 (e4m3), fp4 (e2m1), or integers in groups that share a step
-// and have offsets.
-enum Code : int64_t { kWhole = 0, kFloat8 = 1, kFloat4 = 2, kAffine = 3 };
-
 // Twice the fp4 numbers, and 12.
 static constexpr uint8_t kFloat4Numbers[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr int32_t kFloat4Zero = 12;

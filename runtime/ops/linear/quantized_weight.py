@@ -18,16 +18,13 @@ from typing import Any
 import torch
 
 from ..native import FLOAT_CODES, kernel_function
-from .stored_weight import StoredWeight
-from .weight_format import E2M1, InputScale, WeightFormat, unpacked_pairs, values_of
+from .stored_weight import StoredWeight, run_stored_kernel
+from .weight_format import CODES, E2M1, InputScale, WeightFormat, unpacked_pairs, values_of
 
 aten = torch.ops.aten
 
 PANEL = 64
 """Outputs of a panel, and inputs of a step; groups hold whole steps, or half of one."""
-
-CODES = ("int", "e4m3", "e2m1", "affine")
-"""Kinds of codes, in the order of the kernel's numbers for them."""
 
 SHARED_STEPS = (32, 16)
 """Sizes of groups that share a step; others hold whole steps."""
@@ -220,6 +217,18 @@ def pack_stored(weight: StoredWeight) -> torch.Tensor:
     Args:
         weight: ``[out, in]``, of a format that is not ``unpackable``.
     """
+    kernel = kernel_function("pagoda_pack_stored") if weight.codes.numel() else None
+    if kernel is None:
+        return pack_stored_reference(weight)
+    scheme, (outputs, stored) = scheme_of(weight.form), weight.codes.shape
+    packed = torch.empty(packed_bytes(outputs, stored * weight.form.per_byte, scheme), dtype=torch.uint8)
+    parts = weight.codes, weight.scales, weight.zeros
+    run_stored_kernel(kernel, packed, weight.form, *parts, packed_bits=scheme.bits)
+    return packed
+
+
+def pack_stored_reference(weight: StoredWeight) -> torch.Tensor:
+    """:func:`pack_stored` in torch."""
     scheme, scales = scheme_of(weight.form), weight.scales.float()
     if scheme.code == "e2m1":
         return _pack_codes(unpacked_pairs(weight.codes), scales / 2, None, scheme)

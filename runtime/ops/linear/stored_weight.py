@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from .weight_format import SCALE_DTYPES, InputScale, WeightFormat, values_of
+from ..native import FLOAT_CODES, kernel_function
+from .weight_format import CODES, SCALE_DTYPES, InputScale, WeightFormat, values_of
 
 _aten = torch.ops.aten
+
+# Field for field the struct StoredWeightArguments of csrc/stored_weight.cpp.
+_ARGUMENTS = struct.Struct("=19q")
 
 _MOST_AT_ONCE = 1 << 20
 """Weights that are computed together."""
@@ -89,27 +94,20 @@ class StoredWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def dense(self) -> torch.Tensor:
-        """The weight as an ordinary contiguous tensor: computed in float32 and rounded once.
-
-        Some rows at a time: what is between codes and weights stays in the processor's cache.
-        """
+        """The weight as an ordinary contiguous tensor: computed in float32 and rounded once."""
         *lead, outputs, stored = self.codes.shape
         inputs = stored * self.form.per_byte
         sizes = (inputs, outputs) if self.transposed else (outputs, inputs)
         dense = torch.empty((*lead, *sizes), dtype=self.dtype)
-        rows = max(1, _MOST_AT_ONCE // max(inputs, 1))
-        order = None if self.order is None else self.order.long()
+        kernel = kernel_function("pagoda_unpack_stored") if self.dtype in FLOAT_CODES and dense.numel() else None
         for place in itertools.product(*map(range, lead)):
             whole = dense[place].mT if self.transposed else dense[place]
             codes, scales = self.codes[place], self.scales[place]
             zeros = None if self.zeros is None else self.zeros[place]
-            for first in range(0, outputs, rows):
-                at = slice(first, first + rows)
-                values = _meant(self.form, codes[at], scales[at], None if zeros is None else zeros[at])
-                if order is None:
-                    whole[at] = values
-                else:
-                    whole[at, order] = values.to(self.dtype)
+            if kernel is None:
+                _unpack(whole, self.form, codes, scales, zeros, self.order)
+            else:
+                run_stored_kernel(kernel, whole, self.form, codes, scales, zeros, self.order)
         return dense
 
     def replaced(self, **parts: Any) -> StoredWeight:
@@ -167,6 +165,51 @@ class StoredWeight(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"StoredWeight({self.form}, {list(self.shape)}, {self.dtype})"
+
+
+def run_stored_kernel(
+    kernel: Callable[[bytes], int],
+    out: torch.Tensor,
+    form: WeightFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None = None,
+    packed_bits: int = 0,
+) -> None:
+    """Call a kernel of csrc/stored_weight.cpp for one matrix.
+
+    Args:
+        kernel: the C function.
+        out: ``[out, in]`` of any strides, or 1-d bytes of panels.
+        form, codes, scales, zeros, order: as in :class:`StoredWeight`.
+        packed_bits: of a code in panels.
+    """
+    parts = [part if part is None or part.stride(-1) == 1 else part.contiguous() for part in (codes, scales, zeros)]
+    pointers = [0 if part is None else part.data_ptr() for part in (*parts, order, out)]
+    strides = [0 if part is None else part.stride(0) for part in parts]
+    columns = (FLOAT_CODES[out.dtype], out.stride(1), out.stride(0)) if out.dim() == 2 else (0, 0, 0)
+    format_fields = CODES.index(form.code), form.bits, form.group_size, FLOAT_CODES[SCALE_DTYPES[form.scale]]
+    outputs, inputs = codes.shape[0], codes.shape[1] * form.per_byte
+    threads = torch.get_num_threads()
+    kernel(_ARGUMENTS.pack(*pointers, inputs, outputs, *strides, *format_fields, packed_bits, *columns, threads))
+
+
+def _unpack(
+    out: torch.Tensor,
+    form: WeightFormat,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    order: torch.Tensor | None,
+) -> None:
+    """The kernel's work in torch: some rows at a time, so that intermediate results stay in the processor's cache."""
+    rows = max(1, _MOST_AT_ONCE // max(out.shape[1], 1))
+    columns = slice(None) if order is None else order.long()
+    for first in range(0, len(out), rows):
+        at = slice(first, first + rows)
+        values = _meant(form, codes[at], scales[at], None if zeros is None else zeros[at])
+        out[at, columns] = values.to(out.dtype)
 
 
 def _meant(form: WeightFormat, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+CODES = ("int", "e4m3", "e2m1", "affine")
+"""Kinds of codes, in the order of the kernels' numbers for them."""
+
 BITS = {"int": (4, 8), "affine": (4, 8), "e2m1": (4,), "e4m3": (8,)}
 """Of the kinds of code."""
 

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops.linear import stored_weight as module
 from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu
-from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, unpackable
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, pack_stored_reference, unpackable
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
 
@@ -64,10 +64,59 @@ def test_dense_is_the_same_some_rows_at_a_time(text: str, at_once: int, monkeypa
     weight = stored_weight(text)
     stacked = torch.stack([weight, weight.each(lambda part: part.flip(0))]).transpose(1, 2)
     assert isinstance(stacked, StoredWeight)
-    whole = [weight.dense(), stacked.dense()]
+    whole = [weight.dense(), stacked.dense()]  # by the kernel
+    monkeypatch.setattr(module, "kernel_function", lambda name: None)
     monkeypatch.setattr(module, "_MOST_AT_ONCE", at_once)
     assert torch.equal(weight.dense(), whole[0]) and torch.equal(stacked.dense(), whole[1])
     assert stacked.dense().is_contiguous() and torch.equal(whole[1][1], weight.dense().flip(0).T)
+
+
+ALL_FORMATS = (
+    *FORMATS,
+    *("int4/g128/bf16", "int8/row/f32/x8", "int8/g48/f16", "int4/g16/f32+z", "int8/g32/f32", "affine8/g32/f16"),
+    *("e2m1/g16/f32", "e2m1/g64/f16", "e2m1/row/f32", "e4m3/row/bf16", "e4m3/g128/f32"),
+)
+SHAPES = [(1, 16), (70, 576), (130, 1090), (64, 128)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", ALL_FORMATS)
+def test_the_kernel_unpacks_as_torch_does(text: str, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = stored_weight(text, *shape).replaced(dtype=dtype)
+    for given in (weight, weight.replaced(transposed=True), weight.each(lambda part: part[::2])):
+        found = given.dense()
+        expected = torch.empty_like(found)
+        out = expected.mT if given.transposed else expected
+        module._unpack(out, given.form, given.codes, given.scales, given.zeros, given.order)
+        assert torch.equal(found, expected)
+
+
+def test_small_and_bad_numbers_are_unpacked_as_torch_does() -> None:
+    weight = stored_weight("e4m3/g24/f32", 40, 600)
+    weight.codes[3, 5], weight.codes[39, 599] = 127, 255
+    weight.scales[:9] *= 1e-38
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        found = weight.replaced(dtype=dtype).dense()
+        expected = torch.empty_like(found)
+        module._unpack(expected, weight.form, weight.codes, weight.scales, None, None)
+        assert found.isnan().sum() == 2
+        assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("text", [text for text in ALL_FORMATS if not unpackable(WeightFormat.parse(text))])
+def test_the_kernel_packs_as_torch_does(text: str, shape: tuple[int, int]) -> None:
+    weight = stored_weight(text, *shape)
+    for given in (weight, weight.each(lambda part: part[::2])):
+        assert torch.equal(pack_stored(given), pack_stored_reference(given))
+
+
+def test_groups_with_a_nan_are_packed_as_torch_does() -> None:
+    weight = stored_weight("e4m3/g128/f32", 70, 600)
+    weight.codes[3, 5], weight.codes[69, 599] = 127, 255
+    found, expected = pack_stored(weight).view(torch.float32), pack_stored_reference(weight).view(torch.float32)
+    assert found.isnan().any() and torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 MOVES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
