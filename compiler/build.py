@@ -25,7 +25,7 @@ from .capture.trace import Captured, capture
 from .costs.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link
 from .options import CompileOptions
-from .pipeline import run_pipeline
+from .pipeline import References, Rewritten, rewrite
 from .report import CompileReport, Verdict, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
@@ -38,7 +38,15 @@ from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
-from .verify.self_check import Reference, check, compared_steps, judge, reference_of_model, tolerating_rounding
+from .verify.self_check import (
+    SHORT_SCHEDULE,
+    Reference,
+    check,
+    compared_steps,
+    judge,
+    reference_of_model,
+    tolerating_rounding,
+)
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +60,25 @@ class Built:
         traced: the graph that it runs.
         options: it was compiled with.
         reference: what the model says; None where nothing is compared.
+        shallow: a program of the layers that were captured, and what the model says with these alone; None where
+            all layers were captured, or ``reference`` is thorough.
     """
 
     program: LinkedProgram
     traced: TracedGraph
     options: CompileOptions
     reference: Reference | None
+    shallow: tuple[LinkedProgram, Reference] | None = None
+
+    def check(self, weight_bits: int | None = None) -> Verdict:
+        """Compare the program, and the shallow one over its weights; the verdict of the first that is not right."""
+        assert self.reference is not None
+        verdict = check(self.program, self.reference, weight_bits=weight_bits)
+        if self.shallow is None or not verdict.ok:
+            return verdict
+        program, reference = self.shallow
+        program.share_weights(self.program)
+        return check(program, reference, weight_bits=weight_bits)
 
 
 def build_program(
@@ -117,22 +138,24 @@ def build_unpacked(
         log.warning("%d stored weights of latent attention are unpacked, %s first", len(unpacked), unpacked[0])
     dump.begin(report.model)
     with timed(report.seconds):
-        # The reference comes first: some models settle into their final form at the first call.
-        if options.verify == "off":
-            reference = None
-        elif reference is None:
-            reference = reference_of_model(model)
         found = _with_few_layers(model, options, reference, report)
         if found is None:
+            # The reference comes first: some models settle into their final form at the first call.
+            if reference is None and options.verify != "off":
+                reference = reference_of_model(model)
             captured = capture(model)
             dump.write_graph(captured.traced, "captured")
-            found = captured, run_pipeline(captured, options, reference, report)
-        captured, traced = found
+            found = captured, rewrite(captured, options, References(reference), report), References(reference)
+        captured, rewritten, references = found
+        traced, reference = rewritten.traced, references.whole
         for remark in (remark for record in report.passes for remark in record.remarks):
             log.warning("%s: %s", report.model, remark)
         switch = traced.notes.rope_switch
         restart = None if switch is None else restart_length(model, switch)
         linked = functools.partial(link, traced, report=report, restart_length=restart)
+        shallow = None
+        if references.shallow is not None:
+            shallow = link(rewritten.captured, call_kernels(rewritten.captured)), references.shallow
         if traced.npu is not None:
             program = _link_for_npu(linked, traced, options, reference, report, owns_weights)
         elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
@@ -141,34 +164,41 @@ def build_unpacked(
             program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
         else:
             program = linked(call_kernels(traced))
-        return Built(program, traced, options, reference)
+        return Built(program, traced, options, reference, shallow)
 
 
 def _with_few_layers(
     model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
-) -> tuple[Captured, TracedGraph] | None:
-    """Capture and rewrite with one layer compiled for all that are like it; None where that cannot be, or cannot be
-    checked.
+) -> tuple[Captured, Rewritten, References] | None:
+    """Capture and rewrite with one layer compiled for all that are like it, compared with the model; None where that
+    cannot be, or cannot be checked.
     """
-    looked_at = options.verify != "model" or dump.is_on() or options.patterns or registered_passes()
-    if reference is None or options.target != "cpu" or looked_at:
+    if options.verify not in ("model", "full") or dump.is_on() or options.patterns or registered_passes():
+        return None
+    if options.target != "cpu":
         return None
     repeat = LayerRepeat.of(model)
     if repeat is None:
         return None
     try:
+        shallow = None
+        if reference is None:
+            reference = reference_of_model(model, SHORT_SCHEDULE if options.verify == "model" else None)
         check_recurrent_modules(model)  # those of the layers that are left out, too
         with repeat.shortened():
+            if options.verify == "model":
+                shallow = reference_of_model(model)
             captured = replace(capture(model), repeat=repeat)
         captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
-        traced = run_pipeline(captured, options, reference, report)
+        references = References(reference, shallow)
+        rewritten = rewrite(captured, options, references, report)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("%s is compiled with all its layers: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None
     report.layers_compiled = repeat.kept
-    return captured, traced
+    return captured, rewritten, references
 
 
 def finish(built: Built, *, owns_weights: bool) -> None:
@@ -180,7 +210,7 @@ def finish(built: Built, *, owns_weights: bool) -> None:
         if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
             _pack(built, report, owns_weights)
         if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
-            verdict = check(built.program, built.reference)
+            verdict = built.check()
             if not verdict.ok:
                 raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; leave it out")
             report.verdict = verdict
@@ -197,7 +227,7 @@ def _pack(built: Built, report: CompileReport, release: bool) -> None:
     kept = "in place of" if release else "beside"
     log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
     if reference is not None and size:
-        verdict = check(program, reference, weight_bits=program.weight_bits)
+        verdict = built.check(weight_bits=program.weight_bits)
         if not verdict.ok:
             how, remedy = "packed", "give pack_weights=False"
             if program.weight_bits is not None:

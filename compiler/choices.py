@@ -23,8 +23,9 @@ class Choices:
             those that a program cannot be made without and those that an option of their own asks for run beside
             them. One that reads what another recognizes (``merge_linears`` what ``recognize_linear`` does) needs that
             one named too. {} runs all of the level.
-        verify: "model" compares the finished program with the model on a few tokens; "every-pass" also after
-            each pass; "off" trusts.
+        verify: "model" compares the finished program with the model on a few tokens: where one decoder layer stands
+            for all that are like it, without the others on several sequences, and with all on one. "full" compares
+            all layers on all sequences, "every-pass" also after each pass; "off" trusts.
         codegen: "none" runs the rewritten graph as it is. For a CPU: "inductor"; "auto" takes inductor above 50 M
             parameters where the passes left it something to fuse. For an NPU: "ge", by torchair through the graph
             engine; "aclgraph", captured at planned sizes and replayed; "auto" is "ge", without an NPU "none".
@@ -59,7 +60,7 @@ class Choices:
 
     opt_level: int = option(2, "0 to 2.")
     passes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    verify: str = option("model", "model, every-pass or off.")
+    verify: str = option("model", "model, full, every-pass or off.")
     codegen: str = option("auto", "auto, none, inductor, ge or aclgraph.")
     static_decode: bool = option(False, "With ge: graphs of fixed sizes for decode steps.")
     target: str = option("auto", "auto, cpu or npu.")

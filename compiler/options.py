@@ -22,7 +22,7 @@ from .targets.npu.toolchain_options import check_options
 from .targets.npu.without_device import is_offline
 from .user_passes import OPT_LEVELS, Pattern, with_user_passes
 
-VERIFY = ("model", "off", "every-pass")
+VERIFY = ("model", "full", "every-pass", "off")
 CODEGEN = ("auto", "none", "inductor", "ge", "aclgraph")
 TARGETS = ("auto", "cpu", "npu")
 KV_CACHE_DTYPES = ("auto", "int8")

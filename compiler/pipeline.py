@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from .link.linker import link
 from .options import CompileOptions, selected_passes
 from .report import CompileReport, PassCheck, Verdict, first_line, rejection_line
 from .targets.npu.dtype_advice import dtype_advice
+from .tolerance import HALF
 from .verify import dump
 from .verify.fake_values import propagate
 from .verify.graph_check import can_check, check_graph, check_stored, measure_rounding
@@ -40,16 +42,64 @@ Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel
 to be left out, or ""."""
 
 
-@phase("passes")
+@dataclass(frozen=True)
+class Rewritten:
+    """The graphs that the passes made of a captured one.
+
+    Attributes:
+        traced: the graph with all layers.
+        captured: the same over the layers that were captured.
+        paged: that one before its attention was lowered.
+    """
+
+    traced: TracedGraph
+    captured: TracedGraph
+    paged: TracedGraph
+
+
+@dataclass(frozen=True)
+class References:
+    """The logits that a program is compared with.
+
+    Attributes:
+        whole: those of the model with all its layers; None compares nothing.
+        shallow: those of the model with the captured layers alone, on more sequences; None where ``whole`` is
+            thorough.
+    """
+
+    whole: Reference | None
+    shallow: Reference | None = None
+
+    @property
+    def thorough(self) -> Reference | None:
+        """Those by which the captured layers are judged."""
+        return self.shallow or self.whole
+
+    def measure_rounding(self, captured: Captured) -> None:
+        """Let both tolerate the rounding that the captured graph shows, and what more layers add to it."""
+        if self.whole is None or self.thorough is None:
+            return
+        measure_rounding(captured, self.thorough)
+        self.whole.tolerance, self.whole.share = self.thorough.tolerance, self.thorough.share
+        if captured.repeat is not None and self.whole.dtype in HALF:
+            self.whole.tolerance *= math.sqrt(captured.repeat.total / captured.repeat.kept)
+
+
 def run_pipeline(
     captured: Captured, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> TracedGraph:
+    """The graph of :func:`rewrite` with all layers, compared with one reference."""
+    return rewrite(captured, options, References(reference), report).traced
+
+
+@phase("passes")
+def rewrite(captured: Captured, options: CompileOptions, references: References, report: CompileReport) -> Rewritten:
     """The graph after the passes, proven and, with a reference, compared with the model.
 
     Args:
         captured: the model's graph; its copies are edited.
         options: with a definite target, see ``CompileOptions.for_device``.
-        reference: what the model says; None compares nothing.
+        references: what the model says.
         report: filled in.
 
     Raises:
@@ -59,17 +109,17 @@ def run_pipeline(
     if options.target == "npu" and captured.traced.npu is None:
         device = value(captured.traced.placeholder(captured.traced.input_ids)).device
         captured.traced.npu = options.npu_target(device.type)
+    reference = references.thorough
     if options.cache_dtype is not None and reference is not None:
-        options, dropped = _checked_without_rounding(captured, options, reference, report)
+        options, dropped = _checked_without_rounding(captured, options, references, report)
     else:
         dropped = []
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
     captured.traced.input_bits = options.input_bits
-    if reference is not None:
-        measure_rounding(captured, reference)
+    references.measure_rounding(captured)
     stages = _stages(options)
-    found: _Rewritten | None = None
+    found: Rewritten | None = None
     if options.verify != "every-pass":
         try:
             found = _all_at_once(captured, stages, report)
@@ -82,7 +132,10 @@ def run_pipeline(
                 found = replace(found, traced=_with_all_layers(captured.repeat, found.captured, stages))
                 report.attention_recognized = report.attention_total = len(list(paged_attention_nodes(found.traced)))
             if reference is not None:
-                report.verdict = _difference(captured, found.traced, found.captured, reference)
+                compared = found.traced if references.shallow is None else found.captured
+                report.verdict = _difference(captured, compared, found.captured, reference)
+                if report.verdict.ok and references.shallow is not None and references.whole is not None:
+                    report.verdict = _over_own_weights(found.traced, references.whole)
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)
     if found is None or (report.verdict is not None and not report.verdict.ok):
@@ -99,14 +152,17 @@ def run_pipeline(
         _check_long_windows(captured, found, stages.lowering, reference, report)
     report.dropped_passes = dropped + report.dropped_passes
     _hold_weights(found.traced, stages.weights, options.quantization, report)
+    if found.captured is not found.traced:  # it is to run over the same weights
+        found.captured.notes.of_layers = frozenset()
+        run_passes(found.captured, [*stages.folds, *stages.weights])
     if found.traced.npu is not None:
         routes = [route for record in report.passes for route in record.routes]
         report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
-    return found.traced
+    return found
 
 
 def _check_long_windows(
-    captured: Captured, found: _Rewritten, lowering: Sequence[Pass], reference: Reference, report: CompileReport
+    captured: Captured, found: Rewritten, lowering: Sequence[Pass], reference: Reference, report: CompileReport
 ) -> None:
     """Compare windows that no sequence of the self-check passes. Decode steps over int8 caches that are wrong there
     keep the formula.
@@ -134,21 +190,6 @@ def _dtype_of(traced: TracedGraph) -> torch.dtype:
     return Counter(tensor.dtype for tensor in matrices).most_common(1)[0][0] if matrices else torch.float32
 
 
-@dataclass(frozen=True)
-class _Rewritten:
-    """The graphs that the passes made of a captured one.
-
-    Attributes:
-        traced: the graph with all layers.
-        captured: the same over the layers that were captured.
-        paged: that one before its attention was lowered.
-    """
-
-    traced: TracedGraph
-    captured: TracedGraph
-    paged: TracedGraph
-
-
 class _Stages(NamedTuple):
     """The passes that the options ask for; ``lowering`` from the first that puts the target's own operators in the
     place of canonical ones."""
@@ -157,6 +198,11 @@ class _Stages(NamedTuple):
     aten: list[Pass]
     lowering: list[Pass]
     weights: list[Pass]
+
+    @property
+    def folds(self) -> list[Pass]:
+        """Those that compute constants ahead."""
+        return [entry for entry in (*self.aten, *self.lowering) if entry.apply is fold_constants]
 
 
 def _stages(options: CompileOptions) -> _Stages:
@@ -170,7 +216,7 @@ def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages
     """Unroll a graph of few layers, and fold what is computed from the weights of each."""
     traced = repeat.unroll(captured)
     traced.notes.of_layers = frozenset()
-    run_passes(traced, [p for p in (*stages.aten, *stages.lowering) if p.apply is fold_constants])
+    run_passes(traced, stages.folds)
     return traced
 
 
@@ -194,7 +240,7 @@ def _hold_weights(
 
 
 def _checked_without_rounding(
-    captured: Captured, options: CompileOptions, reference: Reference, report: CompileReport
+    captured: Captured, options: CompileOptions, references: References, report: CompileReport
 ) -> tuple[CompileOptions, list[tuple[str, str]]]:
     """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
 
@@ -205,7 +251,7 @@ def _checked_without_rounding(
         UnsupportedModel: the model cannot be served, whatever its caches are.
     """
     plain = CompileReport(report.model)
-    run_pipeline(captured, replace(options, kv_cache_dtype="auto"), reference, plain)
+    rewrite(captured, replace(options, kv_cache_dtype="auto"), references, plain)
     dropped = [(name, why) for name, why in plain.dropped_passes if name != "to_aten"]
     names = [name for name, _ in dropped]
     if "only" in options.passes:
@@ -215,7 +261,7 @@ def _checked_without_rounding(
     return replace(options, passes=passes), dropped
 
 
-def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> _Rewritten:
+def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> Rewritten:
     """Apply all passes and prove the paged graph between the two stages.
 
     Raises:
@@ -232,12 +278,10 @@ def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> 
     report.passes += run_passes(traced, stages.aten)
     paged = traced.copy() if stages.lowering else traced
     report.passes += run_passes(traced, stages.lowering)
-    return _Rewritten(traced, traced, paged)
+    return Rewritten(traced, traced, paged)
 
 
-def _one_by_one(
-    captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport
-) -> _Rewritten:
+def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport) -> Rewritten:
     """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
 
     Raises:
@@ -255,11 +299,11 @@ def _one_by_one(
     if reason:
         report.dropped_passes.append(("to_aten", reason))
         log.warning("no pass on the ATen graph is applied: %s", reason)
-        return _Rewritten(traced, traced, traced)
+        return Rewritten(traced, traced, traced)
     traced = _each(captured, aten, stages.aten, reference, report)
     paged = traced.copy() if stages.lowering else traced
     traced = _each(captured, traced, stages.lowering, reference, report)
-    return _Rewritten(traced, traced, paged)
+    return Rewritten(traced, traced, paged)
 
 
 @phase("verify")
@@ -268,14 +312,19 @@ def _difference(
 ) -> Verdict:
     """Compare a graph with the model, and what it is made of (the same over the layers that were captured) in float32
     with the captured graph."""
-    if any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values()):
-        verdict = check_stored(traced, reference, alone=alone)
-    else:
-        verdict = check(link(traced, traced.module), reference, alone=alone)
+    verdict = _over_own_weights(traced, reference, alone=alone)
     if verdict.ok and can_check(shallow):
         in_float32 = check_graph(captured.traced, shallow, alone=alone)
         return verdict if in_float32.ok else in_float32
     return verdict
+
+
+@phase("verify")
+def _over_own_weights(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
+    """Compare a graph with the model."""
+    if any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values()):
+        return check_stored(traced, reference, alone=alone)
+    return check(link(traced, traced.module), reference, alone=alone)
 
 
 def _each(

@@ -15,7 +15,7 @@ from ...runtime.ops.linear.packed_linear import pack_weight
 from ...runtime.ops.linear.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.phases import phase, timed
-from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec
+from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec, is_cache_input
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
 from ...runtime.step_metadata import StepMetadata
 from ..report import CompileReport
@@ -249,6 +249,15 @@ class LinkedProgram:
         if self._recorded is not None:
             self._recorded.clear()
         return size
+
+    def share_weights(self, other: LinkedProgram) -> None:
+        """Take the weights of a program that has all inputs of this one, packed as they are there."""
+        for name, i in self._at.items():
+            if not is_cache_input(name):
+                self._args[i] = other._args[other._at[name]]
+        self._packable = []
+        if self._recorded is not None:
+            self._recorded.clear()
 
     @property
     def has_stored_weights(self) -> bool:

@@ -156,8 +156,12 @@ def _own_constants(traced: TracedGraph) -> dict[str, Any]:
 @phase("verify")
 def measure_rounding(captured: Captured, reference: Reference) -> None:
     """Let a reference of a half-precision model tolerate what that precision does to the model itself: the captured
-    graph as it is, beside the same in float32, on the model's weights. Of these some rows are unpacked or widened at
-    a time.
+    graph as it is, compared with the same in float32, on the model's weights. Of these some rows are unpacked or
+    widened at a time.
+
+    Args:
+        captured: the graph.
+        reference: of the layers that were captured; its ``tolerance`` and ``share`` are set.
     """
     if reference.dtype not in HALF or not _on_cpu(captured.traced):
         return
@@ -166,8 +170,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
     wide = {name: ChangedWeight(w, 1.0, 0.0) if _is_matrix(w) else w for name, w in traced.constants.items()}
     exact = run_alone(traced, Float32Graph(traced.module, _kept(wide)), wide, tokens)
     rounding = typical(row_errors(rounded, exact).tolist(), judged_share(reference.dtype))
-    deeper = 1.0 if captured.repeat is None else captured.repeat.total / captured.repeat.kept
-    reference.tolerance = ROUNDINGS * rounding * math.sqrt(deeper)
+    reference.tolerance = ROUNDINGS * rounding
     if routes_tokens(traced.graph):
         reference.share = 0.5
 

@@ -58,8 +58,8 @@ MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
 """For the comparison with the model's own logits."""
 STATE_SCHEDULE = Schedule((7, 23, 70), (3, 9, 6), 4)
 """The same for a model that keeps state: one sequence is longer than a chunk of a recurrence."""
-SHORT_SCHEDULE = Schedule((3, 8, 5), (2, 5, 3), 4, decoded=1)
-"""The same for a program that was compared before it was stored."""
+SHORT_SCHEDULE = Schedule((12,), (5,), 4, decoded=2)
+"""The same for a program whose layers were compared before, or that was stored."""
 
 
 @dataclass
@@ -83,12 +83,12 @@ class Reference:
     share: float = 1.0
 
     def beginning(self, schedule: Schedule) -> Reference:
-        """The first tokens of each sequence, as many as ``schedule`` says: no later one changes their logits."""
-        lengths = [min(n, len(t)) for n, t in zip(schedule.lengths, self.tokens, strict=True)]
+        """The first tokens of the first sequences, as many as ``schedule`` says: no others change their logits."""
+        lengths = [min(n, len(t)) for n, t in zip(schedule.lengths, self.tokens, strict=False)]
         return replace(
             self,
-            tokens=[t[:n] for n, t in zip(lengths, self.tokens, strict=True)],
-            logits=[t[:n] for n, t in zip(lengths, self.logits, strict=True)],
+            tokens=[t[:n] for n, t in zip(lengths, self.tokens, strict=False)],
+            logits=[t[:n] for n, t in zip(lengths, self.logits, strict=False)],
             schedule=replace(schedule, lengths=tuple(lengths)),
         )
 
