@@ -311,7 +311,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds per architecture (default 120)")
     parser.add_argument("--codegen", default="none", help="as in LLM(...) (default none)")
-    parser.add_argument("--verify", default="model", help="as in LLM(...) (default model)")
+    parser.add_argument("--verify", default="full", help="as in LLM(...) (default full)")
     parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
     parser.add_argument("--graph-mode", choices=GRAPH_MODES, default="ge", help="with --target npu (default ge)")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")

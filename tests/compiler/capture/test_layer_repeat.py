@@ -16,13 +16,15 @@ from transformers import AttentionInterface
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
-from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel
+from torch_pagoda.compiler import build as build_module
 from torch_pagoda.compiler.build import build_program, build_unpacked
 from torch_pagoda.compiler.capture import layer_repeat
 from torch_pagoda.compiler.capture.layer_repeat import LEAST_SAVED, CannotRepeat, LayerRepeat
 from torch_pagoda.compiler.link.linkage import Linkage
+from torch_pagoda.compiler.link.linker import LinkedProgram
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass
-from torch_pagoda.compiler.verify.self_check import Schedule, compared_steps, reference_of_model
+from torch_pagoda.compiler.verify.self_check import SHORT_SCHEDULE, Schedule, compared_steps, reference_of_model
 from torch_pagoda.passes import PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import cache_index, callee
@@ -166,6 +168,69 @@ def test_inductor_takes_the_deep_graph():
     program = build_program(deep("llama"), CompileOptions(codegen="inductor"))
     assert (program.report.codegen, program.report.layers_compiled) == ("inductor", 4)
     assert program.report.verdict.ok
+
+
+def exchanged(values, one, other):
+    values[one], values[other] = values[other], values[one]
+
+
+def down_projections(inputs, *layers):
+    """Inputs that receive a matrix of the MLP of each of these layers."""
+    return [next(name for name in inputs if re.search(rf"layers_(modules_)?{i}_.*down_proj", name)) for i in layers]
+
+
+@pytest.mark.parametrize("verify", ["model", "full"])
+@pytest.mark.parametrize("fault", ["exchanged", "read twice"])
+def test_weights_of_other_layers_are_found_out_before_anything_is_packed(verify, fault, monkeypatch, caplog):
+    unroll = LayerRepeat.unroll
+
+    def wrong(repeat, traced):
+        unrolled = unroll(repeat, traced)
+        one, other = down_projections(unrolled.constants, 4, 5)
+        if fault == "exchanged":
+            exchanged(unrolled.constants, one, other)
+        else:
+            unrolled.constants[one] = unrolled.constants[other]
+        return unrolled
+
+    monkeypatch.setattr(LayerRepeat, "unroll", wrong)
+    with caplog.at_level(logging.INFO):
+        report = build_program(deep("llama"), replace(OPTIONS, verify=verify)).report
+    assert report.layers_compiled is None and report.verdict.ok
+    assert "compiled with all its layers: logits differ" in caplog.text
+
+
+@pytest.mark.parametrize("verify", ["model", "full"])
+@pytest.mark.parametrize("layers", [(4, 5), (1, 2)], ids=["copies", "compiled"])
+def test_weights_that_are_packed_in_the_place_of_others_are_refused(verify, layers, monkeypatch):
+    pack = LinkedProgram.pack_weights
+
+    def wrong(program, **how):
+        size = pack(program, **how)
+        if len(program.caches) == DEPTH:
+            inputs = program.linkage.inputs
+            exchanged(program._args, *map(inputs.index, down_projections(inputs, *layers)))
+        return size
+
+    monkeypatch.setattr(LinkedProgram, "pack_weights", wrong)
+    options = CompileOptions(codegen="none", quantization="int8", verify=verify)
+    with pytest.raises(UnsupportedModel, match="with rounded weights logits differ"):
+        build_program(deep("llama"), options)
+
+
+def test_all_layers_run_one_sequence_and_few_layers_the_others(monkeypatch):
+    original, given = build_module.reference_of_model, []
+
+    def noted(model, schedule=None):
+        given.append((len(model.model.layers), schedule))
+        return original(model, schedule)
+
+    monkeypatch.setattr(build_module, "reference_of_model", noted)
+    build_program(deep("llama"), OPTIONS)
+    assert given == [(DEPTH, SHORT_SCHEDULE), (4, None)]
+    given.clear()
+    build_program(deep("llama"), replace(OPTIONS, verify="full"))
+    assert given == [(DEPTH, None)]
 
 
 class OddLayer(LlamaDecoderLayer):
