@@ -82,6 +82,23 @@ STATE_SHAPES: dict[str, Callable[[], Any]] = {
     ),
 }
 """Models most layers of which keep a state in place of keys and values; see ``states.py``."""
+LARGE_SHAPES: dict[str, Callable[[], Any]] = {
+    name: lambda sizes=sizes: Qwen3Config(  # type: ignore[misc]
+        hidden_size=sizes[0],
+        intermediate_size=sizes[1],
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        tie_word_embeddings=sizes[2],
+    )
+    for name, sizes in (("qwen3-4b", (2560, 9728, True)), ("qwen3-8b", (4096, 12288, False)))
+}
+"""Models whose starts are measured."""
+START_SHAPES = {**SHAPES, **LARGE_SHAPES}
 EXPERT_SHAPES: dict[str, Callable[[], Any]] = {
     "gpt-oss-20b, 4 layers": lambda: GptOssConfig(
         num_hidden_layers=4, num_local_experts=32, tie_word_embeddings=False

@@ -233,6 +233,8 @@ def _pack(built: Built, report: CompileReport, release: bool) -> None:
             if program.weight_bits is not None:
                 how = "rounded"
                 remedy = "leave quantization out" if built.options.quantization else "give input_bits=16"
+            if built.shallow is not None:
+                remedy += ", or verify='full' to compile all layers if they are not alike"
             raise UnsupportedModel(f"{report.model}: with {how} weights {verdict.reason}; {remedy}")
         report.verdict = verdict
 

@@ -134,7 +134,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
             if reference is not None:
                 compared = found.traced if references.shallow is None else found.captured
                 report.verdict = _difference(captured, compared, found.captured, reference)
-                if report.verdict.ok and references.shallow is not None and references.whole is not None:
+                # Stored weights are unpacked for every product, and compared once they are packed.
+                if report.verdict.ok and compared is found.captured and references.whole and not _stored(compared):
                     report.verdict = _over_own_weights(found.traced, references.whole)
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)
@@ -319,10 +320,15 @@ def _difference(
     return verdict
 
 
+def _stored(traced: TracedGraph) -> bool:
+    """True if weights are as a quantized checkpoint stores them."""
+    return any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values())
+
+
 @phase("verify")
 def _over_own_weights(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
     """Compare a graph with the model."""
-    if any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values()):
+    if _stored(traced):
         return check_stored(traced, reference, alone=alone)
     return check(link(traced, traced.module), reference, alone=alone)
 
