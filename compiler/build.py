@@ -47,6 +47,7 @@ from .verify.self_check import (
     reference_of_model,
     tolerating_rounding,
 )
+from .weights.file_pages import FilePages
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,8 @@ def _with_few_layers(
         shallow = None
         if reference is None:
             reference = reference_of_model(model, SHORT_SCHEDULE if options.verify == "model" else None)
+            tensors = list(model.parameters())
+            FilePages(tensors).drop_tensors(tensors)  # what follows reads a few layers
         check_recurrent_modules(model)  # those of the layers that are left out, too
         with repeat.shortened():
             if options.verify == "model":

@@ -82,7 +82,7 @@ class CompileReport:
         codegen: "inductor", "ge", "aclgraph" or "none", what the program really runs.
         sizes: of an NPU's program, what became of each size that was compiled or captured ahead.
         size_limits: why fewer sizes are planned than steps could use.
-        seconds: wall time by phase (capture, passes, reference, codegen, verify; or load).
+        seconds: wall time by phase (imports, load, reference, capture, passes, aten, verify, codegen, pack, cache).
     """
 
     model: str

@@ -20,7 +20,7 @@ _reader: ContextVar[Watcher | None] = ContextVar("reader", default=None)
 
 
 _DOING = {
-    "load": "looking for the program of an earlier start",
+    "load": "loading the model, or the program of an earlier start",
     "reference": "running the model by transformers, whose logits are compared with the program's",
     "capture": "tracing the model",
     "passes": "rewriting its graph",
@@ -31,6 +31,7 @@ _DOING = {
     "kernels": "waiting for the C++ kernels, which are compiled on first use and kept",
     "torchair": "converting the graph with torchair",
     "warm-up": "compiling the sizes of steps",
+    "cache": "allocating the KV cache",
 }
 
 
@@ -87,18 +88,39 @@ class Stopwatch:
 @contextmanager
 def timed(seconds: dict[str, float]) -> Iterator[None]:
     """Add what each phase takes that begins inside in this thread to ``seconds``; of nested ones the innermost
-    counts, but waiting for the C++ kernels counts as the phase that waits."""
-    stopwatch = Stopwatch(seconds)
+    counts, but waiting for the C++ kernels counts as the phase that waits. Who measures outside learns of it, too."""
+    stopwatch, outer, entered = Stopwatch(seconds), _timer.get(), _current.get()
 
     def begin(name: str) -> None:
         if name != "kernels":
-            stopwatch.begin(name)
+            stopwatch.begin("" if name == entered else name)
+            if outer is not None:
+                outer(name)
 
     token = _timer.set(begin)
     try:
         yield
     finally:
         _timer.reset(token)
+
+
+_imports = 0.0
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Add what is done inside to :func:`import_seconds`."""
+    global _imports
+    start = time.perf_counter()
+    yield
+    _imports += time.perf_counter() - start
+
+
+def import_seconds() -> float:
+    """Seconds that imports of this package took since this was last asked."""
+    global _imports
+    seconds, _imports = _imports, 0.0
+    return seconds
 
 
 def note(text: str) -> None:

@@ -35,8 +35,9 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .runtime.garbage_collection import collection_paused
+    from .runtime.phases import importing
 
-    with collection_paused():
+    with collection_paused(), importing():
         value = getattr(import_module(home, __name__), name)
     globals()[name] = value
     return value

@@ -17,7 +17,7 @@ from .device import free_memory, resolve_device
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.engine.engine import Engine
 from .runtime.garbage_collection import collection_paused
-from .runtime.phases import logged
+from .runtime.phases import import_seconds, logged, phase, timed
 from .runtime.processors import limit_threads
 from .runtime.program import Program
 from .runtime.requests.outputs import RequestOutput
@@ -75,20 +75,24 @@ class LLM(Engine):
         loading, serving, compiling = split_options(options, owns_weights=isinstance(model, str | os.PathLike))
         device = resolve_device(loading.device)
         limit_threads()
-        compiled = compiled_model(model, tokenizer, loading, compiling, device, known_modules)
+        seconds = {"imports": import_seconds()}
+        with timed(seconds), phase("load"):
+            compiled = compiled_model(model, tokenizer, loading, compiling, device, known_modules)
+        compiled.program.report.seconds = seconds
         self._weights, self._module = compiled.weights, compiled.guard
         self.program: Program = compiled.program
         self.compile_report: CompileReport = compiled.program.report
         self.recommended_params = compiled.recommended_params
-        super().__init__(
-            compiled.program,
-            compiled.tokenizer,
-            eos_token_ids=compiled.eos_token_ids,
-            default_params=default_params(compiled.recommended_params),
-            free_memory=free_memory(device),
-            before_step=self._check_unchanged,
-            **vars(serving),
-        )
+        with timed(seconds), phase("cache"):
+            super().__init__(
+                compiled.program,
+                compiled.tokenizer,
+                eos_token_ids=compiled.eos_token_ids,
+                default_params=default_params(compiled.recommended_params),
+                free_memory=free_memory(device),
+                before_step=self._check_unchanged,
+                **vars(serving),
+            )
         self.engine: Engine = self
 
     __signature__ = signature_with_options(__init__)

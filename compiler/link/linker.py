@@ -25,7 +25,7 @@ from ..targets.npu.route import Route
 from ..targets.npu.warm_up.warm_up import warm_up
 from ..tolerance import Tolerance
 from ..weights.file_pages import FilePages
-from ..weights.merged_weights import drop_stored, link_merged_weights, merge_rows
+from ..weights.merged_weights import link_merged_weights, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
 
@@ -219,6 +219,7 @@ class LinkedProgram:
         give_back_freed_memory()  # of what was computed so far: packed weights are beside their sources for a while
         merged = [self._args[self._at[name]] for packed in self._packable for name in (packed.name, *packed.sources)]
         pages = FilePages(tensor for tensor in merged if tensor is not None)
+        pages.drop_tensors(merged)  # what the comparison has read of files is read once more
         # Those first that oneDNN lays out, which takes their memory twice, and the head is the largest.
         for packed in sorted(self._packable, key=lambda packed: packed.quantization is not None):
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
@@ -237,11 +238,10 @@ class LinkedProgram:
             for tensor in read:
                 if any(self._args[j] is tensor for j in self._read):
                     continue
+                pages.drop_tensors([tensor])
                 if isinstance(tensor, StoredWeight):
-                    drop_stored(tensor, pages)
                     tensor.release()
                 else:
-                    pages.drop(tensor.data_ptr(), tensor.numel() * tensor.element_size())
                     tensor.data = tensor.new_empty(0)
         self._packable = []
         size += self._unpack_stored(release)

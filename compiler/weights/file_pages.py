@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ...runtime.memory import madvise
-from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.ops.linear.stored_weight import StoredWeight, stored_parts
 
 _DONTNEED = 4
 _SMAPS = Path("/proc/self/smaps")
@@ -55,6 +55,14 @@ class FilePages:
         begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (address + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
         return size if size > 0 and advise(begin, size, _DONTNEED) == 0 else 0
+
+    def drop_tensors(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        """Take all of some tensors out of memory; reading them reads the file again."""
+        for tensor in tensors:
+            parts = stored_parts(tensor) if isinstance(tensor, StoredWeight) else [tensor]
+            for part in parts:
+                if part is not None:
+                    self.drop(part.data_ptr(), part.numel() * part.element_size())
 
 
 def _is_foreign(tensor: torch.Tensor) -> bool:

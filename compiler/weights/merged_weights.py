@@ -17,7 +17,7 @@ import torch
 
 from ...passes import TracedGraph
 from ...runtime.memory import advise_huge_pages
-from ...runtime.ops.linear.stored_weight import StoredWeight, stored_parts
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from .file_pages import FilePages
 from .weight_guard import Place, place_of, weights_moved
 
@@ -94,18 +94,12 @@ def _merge_stored(weights: Sequence[StoredWeight], pages: FilePages | None) -> S
     start = 0
     for weight in weights:
         if pages is not None:
-            drop_stored(weight, pages)
+            pages.drop_tensors([weight])
         rows = slice(start, start + weight.codes.shape[0])
         weight.codes, weight.scales = whole.codes[rows], whole.scales[rows]
         weight.zeros = None if whole.zeros is None else whole.zeros[rows]
         start = rows.stop
     return whole
-
-
-def drop_stored(weight: StoredWeight, pages: FilePages) -> None:
-    """Take what of a stored weight mirrors a file out of memory."""
-    for part in stored_parts(weight):
-        pages.drop(part.data_ptr(), part.numel() * part.element_size())
 
 
 def _rows_from(first: torch.Tensor, count: int) -> torch.Tensor:

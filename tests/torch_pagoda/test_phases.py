@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import torch_pagoda as pagoda
 from torch_pagoda.cli.phases import show_phases
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
@@ -99,6 +100,14 @@ def test_seconds_count_as_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -
     with phase("aten"):
         work(32)  # nobody's
     assert seconds == {"passes": 109.0, "verify": 6.0, "aten": 16.0}
+    outside: dict[str, float] = {}
+    inside: dict[str, float] = {}
+    with timed(outside), phase("load"):
+        work(1)
+        with timed(inside), phase("verify"):
+            work(2)
+        work(4)
+    assert (outside, inside) == ({"load": 5.0, "verify": 2.0}, {"verify": 2.0})
     assert told == ["passes", "verify", "kernels", "verify", "passes", "", "aten", ""]
 
 
@@ -110,6 +119,12 @@ def test_compiling_tells_its_phases() -> None:
     assert set(named) == {"reference", "capture", "passes", "aten", "verify", "pack"} == set(program.report.seconds)
     assert named[:2] == ["reference", "capture"] and named.index("passes") < named.index("aten")
     assert told[-1] == ""
+
+
+def test_a_start_is_all_phases() -> None:
+    llm = pagoda.LLM(build_tiny_model("llama"), codegen="none", num_blocks=8)
+    assert list(llm.compile_report.seconds)[:3] == ["imports", "load", "reference"]
+    assert list(llm.compile_report.seconds)[-1] == "cache"
 
 
 def test_a_terminal_shows_phases_and_seconds_and_is_left_clear() -> None:
@@ -193,4 +208,6 @@ def test_generate_shows_them_on_a_terminal(run: Run, checkpoint: Path) -> None:
         status, out, _ = run(*arguments, "--skip-pass", "hoist_gather")
         shown = plain(terminal.sent())
     assert status == 0 and out.startswith("the") and "compiling" not in out
-    assert re.search(r"compiling, seconds: capture \d+\.\d", shown) and re.search(r"passes \d+\.\d", shown)
+    assert re.search(r"compiling, seconds: load \d+\.\d capture \d+\.\d", shown) and re.search(
+        r"passes \d+\.\d", shown
+    )
