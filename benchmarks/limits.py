@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight
+from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight, packed_linear_cpu, packed_linear_reference
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
@@ -59,14 +59,15 @@ class Limits:
 
 
 def packed_products(sizes: Sequence[tuple[int, int]]) -> list[Product]:
-    """Products with distinct random bf16 matrices ``[out, in]`` in oneDNN's layout."""
+    """Products with distinct random bf16 matrices ``[out, in]``: oneDNN's, or ours where it has none in bf16."""
     values: dict[tuple[int, int], torch.Tensor] = {}
     products = []
     for size in sizes:
         if size not in values:
             values[size] = torch.randn(size).bfloat16()
         weight = pack_weight(values[size])
-        products.append(lambda x, weight=weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""))
+        product = packed_linear_reference if weight.is_mkldnn else packed_linear_cpu
+        products.append(lambda x, weight=weight, product=product: product(x, weight))
     return products
 
 

@@ -4,7 +4,7 @@ Each kernel multiplies with 40 distinct matrices (5632 x 2048, or ``--shape``) i
 figure is the median time of a round, as GB/s of stored weights with one row and as GFLOP/s with many. The kernels
 take turns.
 
-  bf16            oneDNN's product with plain bf16 weights, laid out once
+  bf16            the product with plain bf16 weights, laid out once, by oneDNN or, without bf16 instructions, ours
   int8, oneDNN    ``onednn.qlinear_pointwise`` on inputs that are rounded before it (per token, by torch's operators),
                   its result multiplied with their scales: the pieces that inductor makes such a layer of
   int8wo, torch   ``_weight_int8pack_mm``: inputs stay bf16
@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from report import markdown_table
 
-from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight
+from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight, packed_linear_cpu
 from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu
 from torch_pagoda.runtime.ops.linear.quantized_weight import (
     Quantization,
@@ -46,7 +46,7 @@ Kernel = Callable[[torch.Tensor], object]
 
 def in_bf16(weight: torch.Tensor) -> tuple[Kernel, int]:
     packed = pack_weight(weight)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), 2 * weight.numel()
+    return lambda x: packed_linear_cpu(x, packed), 2 * weight.numel()
 
 
 def by_onednn(weight: torch.Tensor) -> tuple[Kernel, int]:

@@ -47,6 +47,7 @@ _AVX2 = {
     **{name: name for name in ("avx2", "fma", "f16c", "bmi2", "movbe", "popcnt")},
     **{"bmi": "bmi1", "lzcnt": "abm"},
 }
+_AVX_VNNI = _AVX2 | {"avxvnni": "avx_vnni"}
 _AVX512 = _AVX2 | {name: name for name in ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd")}
 _VNNI = _AVX512 | {"avx512vnni": "avx512_vnni"}
 _BF16 = _VNNI | {"avx512vbmi": "avx512vbmi", "avx512bf16": "avx512_bf16"}
@@ -57,6 +58,7 @@ BUILDS = (
     _x86("amx", _AMX),  # Sapphire Rapids
     _x86("avx512bf16", _BF16),  # Zen 4, Cooper Lake's successors
     _x86("avx512vnni", _VNNI),  # Cascade Lake, Ice Lake
+    _x86("avxvnni", _AVX_VNNI),  # Alder Lake
     _x86("avx2", _AVX2),  # Haswell, Zen
     # Not armv8.6-a: Graviton 3 has these two of its extensions, but not all that it stands for.
     KernelBuild("i8mm", "aarch64", ("-march=armv8.2-a+fp16+dotprod+bf16+i8mm",), _DOTPROD | {"bf16", "i8mm"}),

@@ -17,6 +17,7 @@
 #include "shares.h"
 #include "split_groups.h"
 #include "weight_integers.h"
+#include "weight_words.h"
 
 #include <vector>
 
@@ -81,8 +82,11 @@ static void scaled_zeros_of(float* zeros, const QuantizedLinearArguments& a, con
 // The input as integers, beyond its end zeros. A number of 16 bits is 256 times one of a row and one of the next.
 struct Inputs {
   int64_t columns;  // a multiple of kStep
-  int64_t parts;    // rows of int8 of each row
+  int64_t parts;    // rows of integers of each row that are multiplied
   int8_t* integers;
+  // Where these are multiplied as words: the same in 16 bits; if `joined`, a row for both rows of int8, and one part.
+  int16_t* words;
+  bool joined;
   float* scales;  // [rows][groups]
   // Of the integers, times the zero where all weights have the same: [rows][parts][groups]. Where groups share a
   // step [rows][groups][heads], of the numbers of 16 bits, and times minus the zero.
@@ -98,8 +102,9 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
   } else {
     load_floats(floats, from, a.dtype, a.inputs, 1);
   }
-  int8_t* to = x.integers + row * x.parts * x.columns;
-  for (int64_t part = 0; part < x.parts; ++part)
+  const int64_t parts = x.joined ? 2 : x.parts;
+  int8_t* to = x.integers + row * parts * x.columns;
+  for (int64_t part = 0; part < parts; ++part)
     std::memset(to + part * x.columns + a.inputs, 0, x.columns - a.inputs);
   const int32_t zero = a.zeros ? 1 : a.code == kFloat4 ? kFloat4Zero : zero_of(a.bits);
   const int64_t heads = layout.heads;
@@ -111,10 +116,10 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     if (a.whole_rows)
       scale = of_row;
     else if (a.input_scale != 0)
-      scale = quantize_row_by(to + begin, x.parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
+      scale = quantize_row_by(to + begin, parts == 1 ? nullptr : to + x.columns + begin, floats + begin, count,
                               (float)a.input_scale, (float)a.input_offset);
     else
-      scale = x.parts == 1 ? quantize_row(to + begin, floats + begin, count)
+      scale = parts == 1 ? quantize_row(to + begin, floats + begin, count)
                            : quantize_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
     const auto sum_of = [&](int64_t part, int64_t first, int64_t length) {
       const int8_t* numbers = to + part * x.columns + begin + first;
@@ -122,16 +127,22 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
       for (int64_t i = 0; i < length; ++i) sum += numbers[i];
       return sum * zero;
     };
-    if (heads == 1)
-      for (int64_t part = 0; part < x.parts; ++part)
+    if (heads == 1 && x.joined)
+      x.sums[row * layout.groups + g] = 256 * sum_of(0, 0, count) + sum_of(1, 0, count);
+    for (int64_t part = 0; heads == 1 && !x.joined && part < parts; ++part)
         x.sums[(row * x.parts + part) * layout.groups + g] = sum_of(part, 0, count);
     for (int64_t h = 0; heads > 1 && h < heads; ++h) {
       const int64_t length = kStep / heads;  // beyond the inputs are zeros
       const int32_t first = sum_of(0, h * length, length);
-      const int32_t sum = x.parts == 1 ? first : 256 * first + sum_of(1, h * length, length);
+      const int32_t sum = parts == 1 ? first : 256 * first + sum_of(1, h * length, length);
       x.sums[(row * layout.groups + g) * heads + h] = a.zeros ? sum : -sum;
     }
   }
+#if defined(PAGODA_WORDS)
+  for (int64_t part = 0; part < x.parts; ++part)
+    write_words(x.words + (row * x.parts + part) * x.columns, to + part * x.columns,
+                x.joined ? to + x.columns : nullptr, x.columns);
+#endif
 }
 
 // total[r][n] = (total[r][n] if `more`) + the number that the products of row r stand for, times both scales. kZeros: the
@@ -245,10 +256,15 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
       piece = integer_piece(rows - r, kParts, tiles);
       const bool once = piece == rows && !widens;
       const Fetch fetch = fetch_of_piece(stored.weights, next, rounds, lines, pieces, i);
-      const int64_t row = first + r;
-      const int8_t* from = x.integers + row * kParts * x.columns + g * layout.group_steps * kStep;
+      const int64_t row = first + r, at = row * kParts * x.columns + g * layout.group_steps * kStep;
+#if defined(PAGODA_WORDS)
+      const auto multiply = kBits == 8 || widens ? word_products<8> : word_products<4>;
+      multiply(x.words + at, x.columns, group.weights, group.steps, space.products, piece * kParts);
+#else
       const auto multiply = kBits == 8 || widens ? integer_products<8> : integer_products<4>;
-      multiply(from, x.columns, group.weights, group.steps, space.products, piece * kParts, tiles, once, fetch);
+      multiply(x.integers + at, x.columns, group.weights, group.steps, space.products, piece * kParts, tiles, once,
+               fetch);
+#endif
       add(space.totals + r * kPanel, space.products, x.sums + row * kParts * groups + g, x.scales + row * groups + g,
           groups, (const float*)group.heads, zeros, piece, g > 0);
     }
@@ -280,13 +296,24 @@ void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layou
       for (int h = 0; a.zeros && h < kHeads; ++h, heads += layout.head_bytes) scaled_zeros_of(zeros[s][h], a, heads);
     }
     for (int64_t r = 0, piece; r < rows; r += piece) {
+#if defined(PAGODA_WORDS)
+      piece = equal_piece(rows - r, kMaxWordRows);
+#else
       piece = integer_piece(rows - r, kParts, tiles);
+#endif
       const int64_t row = first + r;
       const int32_t* sums = x.sums + (row * groups + g) * kHeads;
+#if defined(PAGODA_WORDS)
+      const int64_t each = piece * kParts;
+      split_words<kHeads>(x.words + row * kParts * x.columns + g * kStep, x.columns,
+                          widens ? space.widened : stored.weights, widens ? kStepBytes : apart, steps,
+                          a.zeros ? nothing : sums, a.zeros ? 0 : groups * kHeads, space.products, piece);
+#else
       const Split split{x.integers + row * kParts * x.columns + g * kStep, x.columns,
                         widens ? space.widened : stored.weights, widens ? kStepBytes : apart, steps,
                         a.zeros ? nothing : sums, a.zeros ? 0 : groups * kHeads, space.products};
       const int64_t each = split_products<kParts, kHeads>(split, piece, tiles, in_order, table);
+#endif
       for (int64_t s = 0; s < steps; ++s)
         add(space.totals + r * kPanel, space.products + s * kHeads * each * kPanel, each, sums + s * kHeads,
             x.scales + row * groups + g + s, groups, stored.heads + s * apart, layout.head_bytes, zeros[s][0], piece,
@@ -318,15 +345,27 @@ template <int kBits, int kParts>
 void run(const QuantizedLinearArguments& a) {
   static thread_local Scratch inputs, own;
   const Layout layout(a.inputs, a.outputs, a.bits, a.group, a.code == kAffine ? sizeof(float) : a.zeros);
-  const auto multiply = layout.heads == 1   ? multiply_panel<kBits, kParts>
-                        : layout.heads == 2 ? multiply_split_panel<kBits, kParts, 2>
-                                            : multiply_split_panel<kBits, kParts, 4>;
+  auto multiply = layout.heads == 1   ? multiply_panel<kBits, kParts>
+                  : layout.heads == 2 ? multiply_split_panel<kBits, kParts, 2>
+                                      : multiply_split_panel<kBits, kParts, 4>;
+  bool joined = false;
+  int64_t words = 0;
+#if defined(PAGODA_WORDS)
+  words = a.rows;
+  joined = kParts == 2 && (layout.heads > 1 || layout.group_steps * kStep <= kMostJoinedInputs);
+  if (joined)
+    multiply = layout.heads == 1   ? multiply_panel<kBits, 1>
+               : layout.heads == 2 ? multiply_split_panel<kBits, 1, 2>
+                                   : multiply_split_panel<kBits, 1, 4>;
+  else
+    words *= kParts;
+#endif
   // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight.
   const int64_t columns = layout.steps * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;
   const int64_t scales = a.rows * layout.groups, sums = scales * std::max<int64_t>(kParts, layout.heads);
-  inputs.reserve(padded * columns + (scales + sums) * 4 + 3 * 64);
-  const Inputs x{columns, kParts, inputs.take<int8_t>(padded * columns), inputs.take<float>(scales),
-                 inputs.take<int32_t>(sums)};
+  inputs.reserve((padded + 2 * words) * columns + (scales + sums) * 4 + 4 * 64);
+  const Inputs x{columns, joined ? 1 : kParts, inputs.take<int8_t>(padded * columns),
+                 inputs.take<int16_t>(words * columns), joined, inputs.take<float>(scales), inputs.take<int32_t>(sums)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
       std::clamp((1 << 20) / (columns * kParts) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;

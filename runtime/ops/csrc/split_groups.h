@@ -132,6 +132,12 @@ static void split_parts(const Split& a) {
       Fetch none{nullptr, 0};
       for (int t = 0; t < 4; ++t)
         tile_of_rows<R, 8, kRun>(x, a.x_stride, w + t * kTile, 1, to + t * 16, none);
+#elif defined(__AVXVNNI__)
+      for (int t = 0; t < 4; ++t) {
+        __m256i sums[R][2] = {};
+        add_tile_run<R, 8, kRun>(sums, x, a.x_stride, w + t * kTile);
+        store_sums<R>(to + t * 16, sums);
+      }
 #else
       std::memset(to, 0, R * kPanel * sizeof *to);
       for (int t = 0; t < 4; ++t)

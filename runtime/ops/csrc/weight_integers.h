@@ -108,6 +108,65 @@ static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, in
 }
 #elif defined(PAGODA_ARM_DOT)
 #include "weight_integers_arm.h"
+#elif defined(__AVXVNNI__)
+
+// sums[r] += rows of x times kRun bytes of a tile.
+template <int R, int kBits, int64_t kRun>
+static inline void add_tile_run(__m256i (*sums)[2], const int8_t* x, int64_t x_stride, const uint8_t* w) {
+  const __m256i low = _mm256_set1_epi8(15);
+  const auto add = [&](const __m256i* weights, const int8_t* at) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+      int32_t four;
+      std::memcpy(&four, at + r * x_stride, 4);
+      const __m256i spread = _mm256_set1_epi32(four);
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) sums[r][v] = _mm256_dpbusd_avx_epi32(sums[r][v], weights[v], spread);
+    }
+  };
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < kRun; i += 64, x += 4) {
+    __m256i weights[2], upper[2];
+    __builtin_prefetch(w + i + kAhead, 0, 2);
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) {
+      weights[v] = _mm256_loadu_si256((const __m256i*)(w + i + v * 32));
+      if constexpr (kBits == 4) {
+        upper[v] = _mm256_and_si256(_mm256_srli_epi16(weights[v], 4), low);
+        weights[v] = _mm256_and_si256(weights[v], low);
+      }
+    }
+    add(weights, x);
+    if constexpr (kBits == 4) add(upper, x + 32);
+  }
+}
+
+template <int R>
+static inline void store_sums(int32_t* to, __m256i (*sums)[2]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < 2; ++v) _mm256_storeu_si256((__m256i*)(to + r * kPanel + v * 8), sums[r][v]);
+}
+
+template <int R, int kBits, bool>
+static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to, Fetch) {
+  constexpr int64_t kTile = kStepBytes / 4 * kBits / 8;
+  if constexpr (R == 1) {  // reads weights in the order in which they lie: the fastest while they come from memory
+    __m256i sums[4][1][2] = {};
+    for (int64_t s = 0; s < steps; ++s)
+#pragma GCC unroll 4
+      for (int t = 0; t < 4; ++t, w += kTile) add_tile_run<R, kBits, kTile>(sums[t], x + s * kStep, x_stride, w);
+    for (int t = 0; t < 4; ++t) store_sums<R>(to + t * 16, sums[t]);
+    return;
+  }
+  for (int t = 0; t < 4; ++t) {
+    __m256i sums[R][2] = {};
+    for (int64_t s = 0; s < steps; ++s)
+      add_tile_run<R, kBits, kTile>(sums, x + s * kStep, x_stride, w + (s * 4 + t) * kTile);
+    store_sums<R>(to + t * 16, sums);
+  }
+}
 #else
 template <int R, int kBits, bool>
 static void integer_rows(const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t steps, int32_t* to, Fetch) {

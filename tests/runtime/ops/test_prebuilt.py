@@ -47,6 +47,10 @@ def test_the_best_build_that_a_processor_can_run(processor, machine, name):
     assert choose_build(machine, cpuinfo(processor)).name == name
 
 
+def test_a_processor_that_multiplies_bytes_without_avx512():
+    assert choose_build("x86_64", cpuinfo("zen3").replace(" avx2 ", " avx2 avx_vnni ")).name == "avxvnni"
+
+
 @pytest.mark.parametrize(
     "processor, machine, lacks",
     [
