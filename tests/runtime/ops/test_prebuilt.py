@@ -72,9 +72,11 @@ def test_what_one_core_lacks_is_not_used():
 
 
 def test_builds_ask_for_more_and_more():
-    """So that the first that can run is the best; and each has flags of its own."""
+    """So that the first that can run is the best; and each has flags of its own. Processors with AVX-512 have bytes
+    multiplied in it rather than in AVX-VNNI."""
     for better, build in itertools.pairwise(BUILDS):
-        assert better.machine != build.machine or better.needs > build.needs
+        needs = build.needs - {"avx_vnni"}
+        assert better.machine != build.machine or better.needs > needs
     assert len({build.flags for build in BUILDS}) == len({build.name for build in BUILDS}) == len(BUILDS)
 
 
