@@ -250,6 +250,10 @@ class LinkedProgram:
             self._recorded.clear()
         return size
 
+    def packed_weights(self) -> list[tuple[PackedWeight, torch.Tensor]]:
+        """The weights that are packed, with what was noted of them; none before ``pack_weights``."""
+        return [] if self._packable else [(noted, self._args[self._at[noted.name]]) for noted in self.linkage.packed]
+
     def share_weights(self, other: LinkedProgram) -> None:
         """Take the weights of a program that has all inputs of this one, packed as they are there."""
         for name, i in self._at.items():

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
+from .bench import app as bench
 from .errors import INTERRUPTED, OUTPUT_FAILED, USER_ERROR, give_up_output, is_of_output
 from .generate import generate
 from .help_text import join_lines
@@ -68,6 +69,7 @@ app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.h
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
 app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)
 app.command(epilog="Example:\npagoda quantize ./my-model ./my-model-int4 --text sample.txt --group-size 64")(quantize)
+app.add_typer(bench)
 app.add_typer(npu)
 
 

@@ -1,0 +1,90 @@
+"""Rates of this machine that a program's speed is compared with: reading memory and multiplying matrices."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime.ops.linear.packed_linear import can_pack, pack_weight, packed_linear
+
+_MATRIX = (5632, 2048)
+_ROWS = 512
+_READ_BYTES = 1 << 29
+"""More than caches hold."""
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class MachineLimits:
+    """Rates of this machine.
+
+    Attributes:
+        read_gb_per_s: of a sum over numbers in memory, GB/s.
+        gemm_gflops: of a product of 512 rows, GFLOP/s.
+        dtype: of that product.
+    """
+
+    read_gb_per_s: float
+    gemm_gflops: float
+    dtype: str
+
+    def share_read(self, program: Any, steps_per_s: float) -> float | None:
+        """The share of the read rate at which steps read the program's packed weights; None where none are packed, or
+        where these are experts, of which a step reads a part."""
+        weights = _packed(program)
+        if not weights or any(experts for *_, experts in weights):
+            return None
+        return sum(nbytes for nbytes, *_ in weights) * steps_per_s / self.read_gb_per_s / 1e9
+
+    def share_multiplied(self, program: Any, tokens_per_s: float) -> float | None:
+        """The share of the GEMM rate at which tokens are multiplied with the packed weights; None as above."""
+        weights = _packed(program)
+        if not weights or any(experts for *_, experts in weights):
+            return None
+        return sum(2 * elements for _, elements, _ in weights) * tokens_per_s / self.gemm_gflops / 1e9
+
+
+def measure_limits() -> MachineLimits:
+    """Measure both rates, which takes a second or two."""
+    dtype = torch.bfloat16 if can_pack(torch.bfloat16) else torch.float32
+    numbers = torch.ones(_READ_BYTES // 4)
+    weight, rows = torch.randn(_MATRIX, dtype=dtype), torch.randn(_ROWS, _MATRIX[1], dtype=dtype)
+    packed = pack_weight(weight) if dtype is torch.bfloat16 else weight
+    read = _median_seconds(numbers.sum)
+    multiplied = _median_seconds(lambda: packed_linear(rows, packed, None))
+    return MachineLimits(
+        _READ_BYTES / read / 1e9,
+        2 * _ROWS * _MATRIX[0] * _MATRIX[1] / multiplied / 1e9,
+        str(dtype).removeprefix("torch."),
+    )
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS + 1):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def _packed(program: Any) -> list[tuple[int, float, bool]]:
+    """Of each packed weight of a program for a CPU: its bytes, its elements, and whether it holds experts."""
+    return [
+        (
+            tensor.numel() * tensor.element_size(),
+            _elements(tensor, entry),
+            tensor.dim() > 1 and bool(entry.quantization),
+        )
+        for entry, tensor in program.packed_weights()
+    ]
+
+
+def _elements(tensor: torch.Tensor, entry: Any) -> float:
+    """Elements of a packed weight; of rounded ones with what their scales take, a few percent."""
+    return tensor.numel() if entry.quantization is None else tensor.numel() * 8 / entry.quantization.bits
