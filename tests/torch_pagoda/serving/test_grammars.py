@@ -83,7 +83,7 @@ async def test_options_beside_a_constraint_reach_the_engine(
 @pytest.mark.parametrize(
     ("options", "param", "reason"),
     [
-        ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is not known"),
+        ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is unknown"),
         ({"whitespace": "some"}, "structured_outputs.whitespace", "'some' is not known"),
         ({"strict": "yes"}, "structured_outputs.strict", "'yes' is not a bool"),
         ({"after": []}, "structured_outputs.after", "[] is neither text nor a list"),
@@ -154,7 +154,9 @@ async def test_a_grammar_that_cannot_go_on_is_the_requests_fault(serve: Any, eng
         engine.error = "out of memory"
         failed = await client.post(url, json=asked)
     assert (whole.status_code, failed.status_code) == (400, 500)
-    assert "cannot go on (it requires more text and allows none)" in whole.json()["error"]["message"]
+    assert "cannot continue (it requires more text and allows none)" in whole.json()["error"]["message"]
     assert (
-        streamed.status_code == 200 and "cannot go on" in streamed.text and "The engine failed" not in streamed.text
+        streamed.status_code == 200
+        and "cannot continue" in streamed.text
+        and "The engine failed" not in streamed.text
     )
