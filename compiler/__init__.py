@@ -1,4 +1,4 @@
-"""The compiler. The names in ``public`` are imported on first use, so that ``choices`` can be read without torch."""
+"""The compiler. Names of ``public`` are imported on first use, so that ``choices`` can be imported without torch."""
 
 from __future__ import annotations
 

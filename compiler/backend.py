@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="pagoda")``: attention and fusions inside the user's own call and cache handling."""
+"""``torch.compile(model, backend="pagoda")``: attention and fusions in the user's own forward call and cache."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from .weights.merged_weights import AddedArguments, link_merged_weights
 log = logging.getLogger(__name__)
 
 _TRAINING_WARNING = (
-    "pagoda compiles for inference only: this graph {why}, so it goes to inductor unrewritten. "
-    "Call the model under torch.inference_mode() and in eval mode to have it rewritten."
+    "pagoda compiles for inference only: this graph {why}, so inductor compiles it unmodified. "
+    "Call the model in eval mode under torch.inference_mode() to optimize it."
 )
 _warned_of_training = False
 
@@ -47,14 +47,15 @@ def pagoda(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """The backend: recognize attention in a Dynamo graph, fuse on its ATen graph, and hand that to inductor.
+    """The backend: recognize attention in a Dynamo graph, fuse operators of its ATen graph, and compile it with
+    inductor.
 
-    Works with whatever cache the caller keeps (none, DynamicCache, StaticCache): masks stay tensors and cache
-    updates stay where they are. For paged caches and batching see ``torch_pagoda.LLM`` and ``torch_pagoda.compile``.
+    Works with any cache of the caller (none, DynamicCache, StaticCache): masks stay tensors and cache updates stay
+    unchanged. For paged caches and batching see ``torch_pagoda.LLM`` and ``torch_pagoda.compile``.
 
     Args:
         gm: Dynamo's graph, parameters as inputs.
-        example_inputs: their values.
+        example_inputs: example values of the inputs.
         mode: only None or "default".
         options: see ``CompileOptions``.
 
@@ -62,7 +63,7 @@ def pagoda(
         ValueError: an unknown option or another mode.
     """
     if mode not in (None, "default"):
-        raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; leave it out or use options={{...}}")
+        raise ValueError(f"mode={mode!r} is not supported by backend 'pagoda'; omit it or use options={{...}}")
     parsed = CompileOptions.from_dict(options)
     check_conflicts(vars(parsed), backend="pagoda")
     if parsed.target != "npu" and "codegen" not in (options or {}):
@@ -76,8 +77,8 @@ def pagoda(
     if _is_autocast(gm, example_inputs):
         # What is recognized has one dtype throughout; autocast chooses one for every operator.
         log.warning(
-            "this graph runs under torch.autocast, so it goes to inductor unrewritten; load the model in the dtype "
-            "that it shall compute in, and leave autocast out, to have it rewritten"
+            "this graph runs under torch.autocast, so inductor compiles it unmodified; load the model in its compute "
+            "dtype and remove autocast to optimize it"
         )
         return cast("Callable[..., Any]", compile_fx(gm, example_inputs))
     recover_module_scalars(gm)
@@ -95,16 +96,16 @@ def pagoda(
 
 
 def _training_reason(example_inputs: list[Any]) -> str:
-    """The reason to take this for a training graph, or ""."""
+    """The reason to treat this as a training graph, or ""."""
     if torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs):
         return "has grad mode on and an input or parameter that requires grad"
     if any(part.training for module in _traced_modules() for part in module.modules()):
-        return "comes from a module in train()"
+        return "belongs to a module in train() mode"
     return ""
 
 
 def _is_autocast(gm: fx.GraphModule, example_inputs: list[Any]) -> bool:
-    """True if autocast is on around the graph or switched on within it."""
+    """True if autocast is on around the graph or enabled within it."""
     devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
     if any(torch.is_autocast_enabled(device) for device in devices):
         return True
@@ -138,9 +139,9 @@ def _warn_of_training(why: str) -> None:
 
 
 def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOptions) -> fx.GraphModule:
-    """The rewritten graph module; ``gm`` itself when nothing matched or the check refuses the rewrite.
+    """The rewritten graph module; ``gm`` itself if nothing matched or the check rejects the rewrite.
 
-    A pass that fails is left out; with verify="every-pass" so is one that changes the numbers.
+    Failing passes are dropped, with verify="every-pass" also those that change the logits.
     """
     fakes = [v for n in gm.graph.nodes if isinstance(v := value(n), FakeTensor)]
     if not fakes:
@@ -165,13 +166,13 @@ def _rewrite(gm: fx.GraphModule, example_inputs: list[Any], options: CompileOpti
 def _applied(
     traced: TracedGraph, stage: str, options: CompileOptions, compare: Callable[[TracedGraph], str]
 ) -> tuple[TracedGraph, list[PassRecord]]:
-    """Apply the passes of one stage, leaving out what fails.
+    """Apply the passes of one stage, dropping those that fail.
 
     Args:
-        traced: is edited.
+        traced: the graph; modified in place.
         stage: "dynamo" or "aten".
-        options: which passes, and whether to compare after each.
-        compare: says what is wrong with the numbers of a graph, or "".
+        options: select the passes, and whether to compare after each.
+        compare: returns how a graph's outputs are wrong, or "".
     """
     records: list[PassRecord] = []
 

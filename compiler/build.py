@@ -1,4 +1,5 @@
-"""The stages of building a program: reference, capture, pipeline, code, packed weights; it is compared after each."""
+"""The stages of building a program: reference, capture, pipeline, code generation, packed weights; verified after
+each."""
 
 from __future__ import annotations
 
@@ -57,12 +58,12 @@ class Built:
     """A program whose weights are not packed yet.
 
     Attributes:
-        program: it, linked and compared with the model.
-        traced: the graph that it runs.
-        options: it was compiled with.
-        reference: what the model says; None where nothing is compared.
-        shallow: a program of the layers that were captured, and what the model says with these alone; None where
-            all layers were captured, or ``reference`` is thorough.
+        program: the program, linked and compared with the model.
+        traced: its graph.
+        options: its compile options.
+        reference: the model's logits; None if nothing is compared.
+        shallow: a program of the captured layers, and the model's logits with these layers alone; None if all layers
+            were captured, or ``reference`` is thorough.
     """
 
     program: LinkedProgram
@@ -97,12 +98,12 @@ def build_program(
         model: a HuggingFace causal LM in eval mode. Its parameters may become views of merged tensors; names,
             values and shapes stay.
         options: see ``CompileOptions``.
-        owns_weights: nobody else runs the model, so weights that get packed may be freed.
-        report: filled in, so that it can be read when compiling fails; by default a new one.
+        owns_weights: only the program uses the model, so packed weights may be freed.
+        report: filled in, so that it is available if compiling fails; by default a new one.
 
     Raises:
-        UnsupportedModel: the model cannot be served exactly; the message says which part and why.
-        ValueError: ``codegen`` does not fit the target or the device.
+        UnsupportedModel: the model cannot be served exactly; the message names the part and the reason.
+        ValueError: ``codegen`` does not match the target or the device.
     """
     options = options.for_device(next(model.parameters()).device.type)
     built = build_unpacked(model, options, report=report, owns_weights=owns_weights)
@@ -118,7 +119,7 @@ def build_unpacked(
     report: CompileReport | None = None,
     reference: Reference | None = None,
 ) -> Built:
-    """The first part of ``build_program``, all but packing the weights of a CPU's program, with a definite target.
+    """The first part of ``build_program``, up to packing the weights for a CPU, with a definite target.
 
     ``reference`` is compared with, unless nothing is; by default the model itself, run on its device.
     """
@@ -127,16 +128,18 @@ def build_unpacked(
         check_state(type(model), config)
     if has_stored_parameters(model) and options.quantization is not None:
         raise ValueError(
-            f"quantization={options.quantization!r}: the checkpoint is quantized already and is served as it is "
-            "stored; leave quantization out, or pass the float checkpoint that it was made from"
+            f"quantization={options.quantization!r}: the checkpoint is already quantized and keeps its "
+            "weights; omit quantization, or pass the original unquantized checkpoint"
         )
     if options.input_bits is not None and not has_stored_parameters(model):
         raise ValueError(
-            f"input_bits={options.input_bits} is for checkpoints whose weights are rounded already, and this one's "
-            "are not; leave it out, and give quantization='int8' or 'int8-weight-only' to round them"
+            f"input_bits={options.input_bits} is for quantized checkpoints, and this one is "
+            "not; omit it, and use quantization='int8' or 'int8-weight-only' to quantize it"
         )
     if options.target == "npu" and (unpacked := unpack_latent_attention(model)):
-        log.warning("%d stored weights of latent attention are unpacked, %s first", len(unpacked), unpacked[0])
+        log.warning(
+            "unpacked %d quantized weights of latent attention, beginning with %s", len(unpacked), unpacked[0]
+        )
     dump.begin(report.model)
     with timed(report.seconds):
         found = _with_few_layers(model, options, reference, report)
@@ -171,8 +174,8 @@ def build_unpacked(
 def _with_few_layers(
     model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
 ) -> tuple[Captured, Rewritten, References] | None:
-    """Capture and rewrite with one layer compiled for all that are like it, compared with the model; None where that
-    cannot be, or cannot be checked.
+    """Capture and rewrite with one layer compiled for all equal ones, and verify the result; None if that is
+    impossible.
     """
     if options.verify not in ("model", "full") or dump.is_on() or options.patterns or registered_passes():
         return None
@@ -196,7 +199,7 @@ def _with_few_layers(
         references = References(reference, shallow)
         rewritten = rewrite(captured, options, references, report)
     except (CannotRepeat, UnsupportedModel) as error:
-        log.info("%s is compiled with all its layers: %s", report.model, error)
+        log.info("compiling all layers of %s one by one: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None
@@ -205,7 +208,7 @@ def _with_few_layers(
 
 
 def finish(built: Built, *, owns_weights: bool) -> None:
-    """The second part: pack the weights, where the options ask for it."""
+    """The second part: pack the weights, if the options request it."""
     if built.traced.npu is not None:
         return
     report = built.program.report
@@ -215,29 +218,29 @@ def finish(built: Built, *, owns_weights: bool) -> None:
         if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
             verdict = built.check()
             if not verdict.ok:
-                raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; leave it out")
+                raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; omit it")
             report.verdict = verdict
 
 
 def _pack(built: Built, report: CompileReport, release: bool) -> None:
-    """Pack the weights of a verified program and compare it once more.
+    """Pack the weights of a verified program and verify it again.
 
     Raises:
-        UnsupportedModel: the packed program, or a rounded weight, is not what it should be.
+        UnsupportedModel: the packed program, or a quantized weight, is wrong.
     """
     program, reference = built.program, built.reference
     size = program.pack_weights(release=release, check=reference is not None)
-    kept = "in place of" if release else "beside"
-    log.info("%.2f GiB of weights are packed %s the model's own", size / 2**30, kept)
+    kept = "in place of" if release else "in addition to"
+    log.info("packed %.2f GiB of weights %s the model's own", size / 2**30, kept)
     if reference is not None and size:
         verdict = built.check(weight_bits=program.weight_bits)
         if not verdict.ok:
             how, remedy = "packed", "give pack_weights=False"
             if program.weight_bits is not None:
                 how = "rounded"
-                remedy = "leave quantization out" if built.options.quantization else "give input_bits=16"
+                remedy = "omit quantization" if built.options.quantization else "use input_bits=16"
             if built.shallow is not None:
-                remedy += ", or verify='full' to compile all layers if they are not alike"
+                remedy += ", or verify='full' to compile all layers if they differ"
             raise UnsupportedModel(f"{report.model}: with {how} weights {verdict.reason}; {remedy}")
         report.verdict = verdict
 
@@ -256,7 +259,7 @@ def _link_inductor(
     try:
         run = generate_code(traced, captured.context)
     except Exception as error:  # no C++ compiler, no room on the disk, a bug of inductor
-        log.warning("inductor fails, the rewritten graph runs as it is, slower: %s", first_line(error))
+        log.warning("inductor failed; running the rewritten graph uncompiled, which is slower: %s", first_line(error))
         report.dropped_passes.append(("inductor", first_line(error)))
         return linked(call_kernels(traced))
     program = linked(run)
@@ -264,7 +267,7 @@ def _link_inductor(
     if reference is not None:
         verdict = check(program, reference)
         if not verdict.ok:
-            log.warning("inductor's code is not used: %s; the rewritten graph runs as it is", verdict.reason)
+            log.warning("rejecting inductor's code: %s; running the rewritten graph uncompiled", verdict.reason)
             report.dropped_passes.append(("inductor", verdict.reason))
             report.codegen = "none"
             return linked(call_kernels(traced))
@@ -290,7 +293,7 @@ def _link_for_npu(
     if reference is not None and changed:
         verdict = check(linked(eager), reference, weight_bits=bits)
         if not verdict.ok:
-            remedy = "leave quantization out" if options.quantization else "use target='cpu'"
+            remedy = "omit quantization" if options.quantization else "use target='cpu'"
             raise UnsupportedModel(f"{report.model}: with quantized weights {verdict.reason}; {remedy}")
         report.verdict = verdict
     decode = _decode_calls(linked, traced, eager, reference, report)
@@ -319,7 +322,11 @@ def _link_for_npu(
         else:
             reason = verdict.reason or route.failure
     if reason:
-        log.warning("codegen=%r is not used: %s; the lowered graph runs call by call, slower", route.name, reason)
+        log.warning(
+            "not using codegen=%r: %s; running the lowered graph operator by operator, which is slower",
+            route.name,
+            reason,
+        )
         report.dropped_passes.append((route.name, reason))
         report.codegen = "none"
         for name in asked:
@@ -334,8 +341,8 @@ def _link_for_npu(
 def _decode_calls(
     linked: _Linked, traced: TracedGraph, eager: Run, reference: Reference | None, report: CompileReport
 ) -> DecodeCalls | None:
-    """The calls of the graph that decode steps run by in place of ``traced``, compared with those of that one; None
-    where there is none, or it is not right."""
+    """The calls of the graph for decode steps, compared with those of ``traced``; None if there is none, or it is
+    wrong."""
     graph, reason = decode_graph_or_reason(traced)
     if graph is not None:
         calls = DecodeCalls(traced, graph, call_kernels(graph), eager)
@@ -344,17 +351,17 @@ def _decode_calls(
         verdict = _beside_each_other(linked(eager), linked(calls), reference)
         if verdict.ok:
             return calls
-        reason = f"its logits differ from the formula's by up to {verdict.error:.3g} standard deviations"
+        reason = f"its logits differ from the unfused path's by up to {verdict.error:.3g} standard deviations"
         if math.isinf(verdict.error):
             reason = verdict.reason
     if not reason:
         return None
-    log.warning("decode steps over int8 caches run by the formula, as all others do: %s", reason)
+    log.warning("int8-KV decode falls back to the unfused attention path: %s", reason)
     report.dropped_passes.append(("decode_attention", reason))
     return None
 
 
 def _beside_each_other(one: LinkedProgram, other: LinkedProgram, reference: Reference) -> Verdict:
-    """Compare the steps of a program with those of another that rounds what it caches alike."""
+    """Compare the steps of a program with those of another one whose cache is rounded in the same way."""
     steps = zip(*(compared_steps(program, reference) for program in (one, other)), strict=True)
     return judge(((group, found, expected) for (group, expected, _), (_, found, _) in steps), reference)

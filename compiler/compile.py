@@ -1,4 +1,4 @@
-"""The store in front of the compiler: the program of an earlier process is taken, a new one is built and kept."""
+"""Loads a program from the store, or compiles and stores it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def compile_program(
     files: CheckpointFiles | None = None,
     loaded: Container[str] | None = None,
 ) -> LinkedProgram:
-    """Compile ``model`` into a paged program, or take the one that was compiled before from the store.
+    """Compile ``model`` into a paged program, or load the stored one of an earlier process.
 
-    Arguments and errors as for ``build.build_program``. Kept are programs for a CPU that run without inductor and
-    from which the self-check took nothing out.
+    Arguments and errors as for ``build.build_program``. Stored are programs for a CPU that run without inductor and
+    from which the self-check dropped nothing.
 
     Args:
-        files: those that the model was just loaded from, so that ``program_of_checkpoint`` finds the program by them.
-        loaded: names of the Python modules that were loaded before the model was; by default those that are now.
+        files: files that the model was just loaded from, by which ``program_of_checkpoint`` finds the program.
+        loaded: names of the Python modules loaded before the model was; by default those loaded now.
     """
     options = options.for_device(next(model.parameters()).device.type)
     if options.target == "cpu":
@@ -61,7 +61,7 @@ def compile_program(
     store, key, contents, record = open_store(), "", "", None
     reason = _not_stored(options)
     if store is not None and reason:
-        log.info("the program is not kept for later starts: %s", reason)
+        log.info("not storing the program for later starts: %s", reason)
         store = None
     if store is not None:
         seconds: dict[str, float] = {}
@@ -71,7 +71,7 @@ def compile_program(
                 found = identity(model, options, contents)
                 key = found.digest
             except CannotIdentify as error:
-                log.info("the program is not kept for later starts: %s", error)
+                log.info("not storing the program for later starts: %s", error)
                 store = stored = None
             else:
                 # Before anything packs the weights, or moves them.
@@ -109,32 +109,31 @@ def _record(
     files: CheckpointFiles,
     loaded: Container[str],
 ) -> tuple[str, Record] | None:
-    """The name of the record, and it, by which a later start finds the program; None where there can be none."""
+    """The name and contents of the record by which a later start finds the program; None if there can be none."""
     if (facts := facts_of(model)) is None:
         return None
     try:
         return warm_key(files, options), describe_start(model, found, files, facts, loaded)
     except (CannotIdentify, CannotStore, OSError, ValueError) as error:
-        log.info("later starts will load the model's class: %s", error)
+        log.info("later starts will have to load the model's class: %s", error)
         return None
 
 
 def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Any] | None:
-    """The program that was compiled before from a checkpoint, over its tensors, and the model's configs (see
-    ``record.model_of``).
+    """The stored program of a checkpoint, over its tensors, and the model's configs (see ``record.model_of``).
 
-    Neither the model's class nor its modules are made. The program is compared with the logits that the model gave
-    when it was compiled, once the weights are packed.
+    Creates neither the model's class nor its modules. Once the weights are packed, the program is compared with the
+    logits that the model returned when it was compiled.
 
     Args:
-        files: the checkpoint's; they are mapped, and their tensors belong to the program.
-        options: for a CPU, where the program's tensors are.
+        files: the checkpoint's files; they are mapped, and their tensors belong to the program.
+        options: compile options for a CPU, which holds the program's tensors.
 
     Returns:
-        None where there is no such program, or it may not be the checkpoint's any more.
+        None if there is no such program, or it may not match the checkpoint any more.
 
     Raises:
-        ValueError: the options contradict the grid that the checkpoint's weights lie on.
+        ValueError: the options contradict the grid of the checkpoint's weights.
     """
     config = SimpleNamespace(**json.loads(files.texts["config.json"]))
     options = on_recorded_grid(options, config).for_device("cpu")
@@ -150,7 +149,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
                 return None
             check_record(record)
         except (CannotIdentify, Outdated, OSError, ValueError) as error:
-            log.info("the model's class is loaded: %s", error)
+            log.info("loading the model's class: %s", error)
             return None
         program = _of_record(store, name, record, files, options)
     if program is None:
@@ -162,7 +161,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
 def _of_record(
     store: ProgramStore, name: str, record: Record, files: CheckpointFiles, options: CompileOptions
 ) -> LinkedProgram | None:
-    """The program that a record names, its weights packed and compared; None where it is gone or wrong."""
+    """The program of a record, its weights packed and compared; None if it is missing or wrong."""
     stored = store.load(record.program, StoredProgram)
     if stored is None or stored.reference is None:
         return None
@@ -170,7 +169,7 @@ def _of_record(
         program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not _packs(options))
         reference = stored.reference.reference()
     except Exception as error:
-        log.warning("the stored program %s cannot be used (%s); the model's class is loaded", record.program, error)
+        log.warning("cannot use the stored program %s (%s); loading the model's class", record.program, error)
         store.discard(name)
         return None
     check_kernels()
@@ -178,7 +177,7 @@ def _of_record(
         program.pack_weights(release=True)
     verdict = check(program, reference, weight_bits=program.weight_bits)
     if not verdict.ok:
-        log.warning("the stored program %s is not the model's: %s; compiling again", record.program, verdict.reason)
+        log.warning("the stored program %s does not match the model: %s; recompiling", record.program, verdict.reason)
         store.discard(name)
         store.discard(record.program)
         return None
@@ -193,7 +192,7 @@ def _not_stored(options: CompileOptions) -> str:
     if options.target != "cpu":
         return f"it is for target={options.target!r}"
     if options.verify == "every-pass" or dump.is_on():
-        return "its passes are to be looked at"
+        return "its passes must be inspected"
     names = [pattern.name for pattern in options.patterns] + registered_passes()
     return f"the content of pass {names[0]!r} is not known" if names else ""
 
@@ -201,11 +200,10 @@ def _not_stored(options: CompileOptions) -> str:
 def _stored(
     store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool
 ) -> LinkedProgram | None:
-    """The program that is kept under ``key``, compared with the model and its weights packed; None where there is
-    none that fits.
+    """The stored program with this key, compared with the model and its weights packed; None if none matches.
 
     Raises:
-        UnsupportedModel: its rounded weights do not say what the model says; it is forgotten.
+        UnsupportedModel: its quantized weights do not match the model; it is removed.
     """
     stored = store.load(key, StoredProgram)
     if stored is None or (stored.reference is None and options.verify != "off"):
@@ -213,11 +211,11 @@ def _stored(
     try:
         program = restore(stored, module_tensors(model))
     except Outdated as error:
-        log.info("the stored program is not used: %s", error)
+        log.info("not using the stored program: %s", error)
         store.discard(key)
         return None
     except Exception as error:
-        log.warning("the stored program %s cannot be used (%s); compiling again", key, error)
+        log.warning("cannot use the stored program %s (%s); recompiling", key, error)
         store.discard(key)
         return None
     reference = None
@@ -230,7 +228,7 @@ def _stored(
     if reference is not None and not packs_first:
         verdict = check(program, reference)
         if not verdict.ok:
-            log.warning("the stored program %s is not the model's: %s; compiling again", key, verdict.reason)
+            log.warning("the stored program %s does not match the model: %s; recompiling", key, verdict.reason)
             store.discard(key)
             return None
     if _packs(options) or packs_first:
@@ -239,22 +237,22 @@ def _stored(
         verdict = check(program, reference, weight_bits=program.weight_bits)
         if not verdict.ok:
             store.discard(key)
-            raise UnsupportedModel(f"the stored program is not the model's: {verdict.reason}; start again")
+            raise UnsupportedModel(f"the stored program does not match the model: {verdict.reason}; restart")
     return program
 
 
 def _described(built: Built, model: nn.Module, contents: str) -> StoredProgram | None:
-    """What to store of a program whose weights are not packed yet; None where it cannot be."""
+    """The data to store of a program whose weights are not packed yet; None if it cannot be stored."""
     if contents_digest(model) != contents:
-        log.info("the program is not kept for later starts: the first call changed tensors of the module")
+        log.info("not storing the program for later starts: the first call changed tensors of the module")
         return None
     try:
         return describe(built.traced, built.program.linkage, model)
     except CannotStore as error:
-        log.info("the program is not kept for later starts: %s", error)
+        log.info("not storing the program for later starts: %s", error)
         return None
 
 
 def _is_plain(report: CompileReport) -> bool:
-    """True if a program is the one that compiling again would make, in our own kernels."""
+    """True if recompiling would give the same program, in our own kernels."""
     return report.codegen == "none" and not report.dropped_passes

@@ -1,4 +1,4 @@
-"""The options that LLM(...), pagoda.compile(...) and torch.compile(options={...}) share."""
+"""The options shared by LLM(...), pagoda.compile(...) and torch.compile(options={...})."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ _CHOICES: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True)
 class CompileOptions(Choices):
-    """The choices that a model is compiled with, checked, and what they mean for a device.
+    """The options of compiling a model, validated, and their resolution for a device.
 
     Attributes:
-        block_size: npu only: tokens per block of the KV cache; the operators bake it in.
+        block_size: NPU only: tokens per block of the KV cache; a constant in the operators.
 
     Raises:
-        ValueError: a value that an option does not take, or that does not fit the others.
+        ValueError: an invalid value, or a conflict of options.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
@@ -63,25 +63,21 @@ class CompileOptions(Choices):
             check_group_size(self.group_size)
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
             raise ValueError(
-                f"block_size={self.block_size!r} is not a multiple of 16, as Ascend's attention needs it"
+                f"block_size={self.block_size!r} is not a multiple of 16, which Ascend's attention requires; use one"
             )
         self.npu_target()  # raises for what it does not know
         if not isinstance(self.passes, Mapping) or len(self.passes) > 1 or set(self.passes) - {"skip", "only"}:
-            raise ValueError(
-                f'passes={self.passes!r} is not understood; give {{"skip": [names]}} or {{"only": [names]}}'
-            )
+            raise ValueError(f'passes={self.passes!r} is invalid; use {{"skip": [names]}} or {{"only": [names]}}')
         if not isinstance(self.npu_options, Mapping) or not all(isinstance(name, str) for name in self.npu_options):
-            raise ValueError(
-                f"npu_options={self.npu_options!r} is not understood; give a dictionary of options by name"
-            )
+            raise ValueError(f"npu_options={self.npu_options!r} is invalid; use a dictionary of options by name")
         asked_for(self.schedule)  # raises for what it does not know
         for pattern in self.patterns:
             if not isinstance(pattern, Pattern):
-                raise ValueError(f"patterns holds {pattern!r}; give torch_pagoda.Pattern(search, replace, inputs)")
+                raise ValueError(f"patterns has {pattern!r}; use torch_pagoda.Pattern(search, replace, inputs)")
         known = [p.name for p in with_user_passes(PASSES, self.patterns)]
         for names in self.passes.values():
             if isinstance(names, str) or not isinstance(names, Sequence):
-                raise ValueError(f"passes={self.passes!r} needs a list of pass names")
+                raise ValueError(f"passes={self.passes!r} is invalid; give lists of pass names")
         passes = {key: [_american(name, known) for name in names] for key, names in self.passes.items()}
         object.__setattr__(self, "passes", passes)
         for name in chain.from_iterable(passes.values()):
@@ -94,7 +90,7 @@ class CompileOptions(Choices):
         """Options from a plain dict.
 
         Raises:
-            ValueError: an unknown key or a value that an option does not take.
+            ValueError: an unknown key or an invalid value.
         """
         options = dict(options or {})
         known = [f.name for f in fields(cls)]
@@ -107,13 +103,13 @@ class CompileOptions(Choices):
         return cls(**options)
 
     def for_device(self, device: str) -> CompileOptions:
-        """The same with a definite target, and for an NPU a definite codegen: what "auto" means on ``device``.
+        """Resolve "auto" for ``device``: a definite target, and for an NPU a definite codegen.
 
         Args:
             device: "cpu" or "npu".
 
         Raises:
-            ValueError: the codegen does not fit the target, or needs a device that is not there.
+            ValueError: the codegen does not match the target, or needs an unavailable device.
         """
         target = ("npu" if device == "npu" else "cpu") if self.target == "auto" else self.target
         codegen = self.codegen
@@ -123,20 +119,20 @@ class CompileOptions(Choices):
         if target == "npu" != device and codegen in ("ge", "aclgraph") and not (codegen == "ge" and is_offline()):
             where = ", or a Python with the real torchair (pagoda npu python)" if codegen == "ge" else ""
             raise ValueError(
-                f"codegen={codegen!r} needs an NPU{where}, and the model is on {device!r}; leave it out to run by "
-                "the reference kernels"
+                f"codegen={codegen!r} needs an NPU{where}, but the model is on {device!r}; omit it to run the "
+                "reference kernels"
             )
         check_options(self.npu_options, codegen, chosen.npu_target(device).product)
         return chosen
 
     def npu_target(self, device: str = "cpu") -> NpuTarget:
-        """The facts that lowering for an NPU has to know.
+        """The facts needed to lower for an NPU.
 
         Args:
-            device: that runs the graph. On an NPU, calls that go one by one are lowered like captured ones.
+            device: runs the graph. On an NPU, graphs without code generation are lowered like captured ones.
 
         Raises:
-            ValueError: a chip or a block size that there is not.
+            ValueError: an unknown chip or an invalid block size.
         """
         as_called = self.codegen == "aclgraph" or (self.codegen == "none" and device == "npu")
         soc = installed_soc() if self.soc == "auto" else self.soc
@@ -158,7 +154,7 @@ class CompileOptions(Choices):
         return Quantization(bits, size, input_bits=16 if self.quantization.endswith("-weight-only") else 8)
 
     def selects(self, entry: Pass) -> bool:
-        """True if a pass is to run."""
+        """True if a pass should run."""
         if entry.option and not getattr(self, entry.option):
             return False
         if entry.option == "batch_invariant":
@@ -172,11 +168,11 @@ class CompileOptions(Choices):
         return entry.name not in self.passes.get("skip", ())
 
     def uses_inductor(self, parameters: int, fusible: bool) -> bool:
-        """True if a model goes through inductor.
+        """True if a model should be compiled by inductor.
 
         Args:
-            parameters: how many it has.
-            fusible: its lowered graph holds operators of which inductor makes fewer (see ``is_fusible``).
+            parameters: number of its parameters.
+            fusible: inductor would fuse operators of its lowered graph (see ``is_fusible``).
         """
         if self.batch_invariant:
             return False
@@ -186,13 +182,13 @@ class CompileOptions(Choices):
 
 
 def selected_passes(options: CompileOptions, stage: str = "") -> list[Pass]:
-    """The passes that ``options`` asks for, in order; only those of ``stage`` when it is given."""
+    """The passes that ``options`` selects, in order; only those of ``stage`` if given."""
     passes = with_user_passes(PASSES, options.patterns)
     return [p for p in passes if options.selects(p) and stage in ("", p.stage)]
 
 
 def installed_soc() -> str:
-    """Name of the Ascend chip of this machine; the one that is assumed where there is none."""
+    """Name of this machine's Ascend chip; the default one if there is none."""
     module = getattr(torch, "npu", None)
     return str(module.get_device_name()) if module is not None and module.is_available() else DEFAULT_SOC
 
@@ -203,17 +199,17 @@ def _one_of(option: str, given: object, allowed: Sequence[Any], remedy: str = "o
 
 
 def _check_kv_cache_dtype(given: object) -> None:
-    """Raise ``ValueError`` for what is not a choice; names that vLLM knows are answered with what to use."""
+    """Raise ``ValueError`` for an invalid dtype; for names known from vLLM with the alternative."""
     name = given.lower() if isinstance(given, str) else ""
     if name.startswith(_FLOATS_OF_FEW_BITS):
         raise ValueError(
-            f"kv_cache_dtype={given!r} is not there: no kernel reads keys and values that are floats of 8 or 4 bits; "
-            "use 'int8', which takes a byte for each too and has a scale per token and head, or 'auto'"
+            f"kv_cache_dtype={given!r} is not supported (no FP8/FP4 KV-cache kernel); use 'int8' (1 byte per "
+            "element, one scale per token and head) or 'auto'"
         )
     if name in _CACHE_DTYPES_OF_MODELS:
         raise ValueError(
             f"kv_cache_dtype={given!r} is not one of {', '.join(map(repr, KV_CACHE_DTYPES))}; use 'auto', which "
-            f"stores what the model computes, and give the model dtype={given!r}"
+            f"stores the model's dtype, and set dtype={given!r}"
         )
     if name.startswith("int8"):
         _one_of("kv_cache_dtype", given, KV_CACHE_DTYPES, "'int8', which has a scale per token and head")
@@ -221,14 +217,14 @@ def _check_kv_cache_dtype(given: object) -> None:
 
 
 def _american(name: str, known: Sequence[str]) -> str:
-    """Name of a pass that was spelled as passes were before (``quantise_linears``); others as they are."""
+    """The current name of a pass with an old spelling (``quantise_linears``); other names are unchanged."""
     new = re.sub("(recogn|quant)is", r"\1iz", str(name))
     if new == name or name in known or new not in known:
         return name
-    warnings.warn(f"passes: {name!r} is called {new!r} now", DeprecationWarning, stacklevel=5)
+    warnings.warn(f"passes: {name!r} was renamed to {new!r}", DeprecationWarning, stacklevel=5)
     return new
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
     close = difflib.get_close_matches(name, known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    return f"; did you mean {close[0]!r}?" if close else f"; use one of {', '.join(known)}"

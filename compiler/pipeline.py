@@ -1,4 +1,4 @@
-"""The pass pipeline: all passes over a captured graph, a proof and comparisons; one by one where those fail."""
+"""The pass pipeline: all passes over a captured graph, a proof and comparisons; one by one if those fail."""
 
 from __future__ import annotations
 
@@ -94,17 +94,17 @@ def run_pipeline(
 
 @phase("passes")
 def rewrite(captured: Captured, options: CompileOptions, references: References, report: CompileReport) -> Rewritten:
-    """The graph after the passes, proven and, with a reference, compared with the model.
+    """The graph after the passes, proven correct and, with a reference, compared with the model.
 
     Args:
-        captured: the model's graph; its copies are edited.
+        captured: the model's graph; copies of it are modified.
         options: with a definite target, see ``CompileOptions.for_device``.
-        references: what the model says.
+        references: the model's logits.
         report: filled in.
 
     Raises:
-        CannotRepeat: the layers that were captured cannot stand for the others.
-        UnsupportedModel: something of the model has no exact counterpart in a paged program.
+        CannotRepeat: the captured layers cannot represent the others.
+        UnsupportedModel: a part of the model has no exact counterpart in a paged program.
     """
     if options.target == "npu" and captured.traced.npu is None:
         device = value(captured.traced.placeholder(captured.traced.input_ids)).device
@@ -145,9 +145,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
             report.verdict = _difference(captured, found.traced, found.captured, reference)
     if report.verdict is not None and not report.verdict.ok:
         raise UnsupportedModel(
-            f"{report.model}: the paged program is not exact ({report.verdict.reason}), though each pass is for "
-            "sequences that run alone; the self-check refuses it. Please report the model; verify='off' serves it "
-            "regardless"
+            f"{report.model}: the paged program is not exact ({report.verdict.reason}), although each pass is "
+            "exact for single sequences. Please report the model; verify='off' skips the self-check"
         )
     if reference is not None:
         _check_long_windows(captured, found, stages.lowering, reference, report)
@@ -165,8 +164,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
 def _check_long_windows(
     captured: Captured, found: Rewritten, lowering: Sequence[Pass], reference: Reference, report: CompileReport
 ) -> None:
-    """Compare windows that no sequence of the self-check passes. Decode steps over int8 caches that are wrong there
-    keep the formula.
+    """Verify windows longer than the self-check's sequences. Decode steps over int8 caches that are wrong there fall
+    back to the unfused attention path.
 
     Raises:
         UnsupportedModel: the graph is wrong there.
@@ -177,10 +176,10 @@ def _check_long_windows(
 
     verdict = check_long_windows(captured.traced, found.paged, reference, lower)
     if verdict is not None and not verdict.ok:
-        raise UnsupportedModel(f"{report.model}: a long window is not exact ({verdict.reason})")
+        raise UnsupportedModel(f"{report.model}: attention with long windows is not exact ({verdict.reason})")
     decoded = check_decoded_windows(found.paged, reference, lower)
     if decoded is not None and not decoded.ok:
-        log.warning("decode steps over int8 caches run by the formula, as all others do: %s", decoded.reason)
+        log.warning("int8-KV decode falls back to the unfused attention path: %s", decoded.reason)
         report.dropped_passes.append(("decode_attention", decoded.reason))
         clear_custom_notes(found.traced.graph, DECODE_ATTENTION)
 
@@ -192,8 +191,8 @@ def _dtype_of(traced: TracedGraph) -> torch.dtype:
 
 
 class _Stages(NamedTuple):
-    """The passes that the options ask for; ``lowering`` from the first that puts the target's own operators in the
-    place of canonical ones."""
+    """The passes that the options select; ``lowering`` begins with the first one that inserts the target's own
+    operators."""
 
     dynamo: list[Pass]
     aten: list[Pass]
@@ -214,7 +213,7 @@ def _stages(options: CompileOptions) -> _Stages:
 
 
 def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages) -> TracedGraph:
-    """Unroll a graph of few layers, and fold what is computed from the weights of each."""
+    """Unroll a graph of few layers, and fold constants of each layer's weights."""
     traced = repeat.unroll(captured)
     traced.notes.of_layers = frozenset()
     run_passes(traced, stages.folds)
@@ -224,10 +223,10 @@ def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages
 def _hold_weights(
     traced: TracedGraph, passes: Sequence[Pass], quantization: str | None, report: CompileReport
 ) -> None:
-    """Apply the passes that say how weights are held.
+    """Apply the passes that select the format of weights.
 
     Raises:
-        UnsupportedModel: weights are to be rounded, and there is none that can be.
+        UnsupportedModel: quantization was requested, and no weight can be quantized.
     """
     records = run_passes(traced, passes)
     report.passes += records
@@ -236,20 +235,20 @@ def _hold_weights(
         if rounds and not record.matches:
             why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
             raise UnsupportedModel(
-                f"{report.model}: quantization={quantization!r} finds no linear layer that it can round{why}"
+                f"{report.model}: quantization={quantization!r} finds no linear layer that it can quantize{why}"
             )
 
 
 def _checked_without_rounding(
     captured: Captured, options: CompileOptions, references: References, report: CompileReport
 ) -> tuple[CompileOptions, list[tuple[str, str]]]:
-    """Compare the graph with caches of full precision: rounded ones would hide what is slightly wrong.
+    """Verify the graph with full-precision caches: quantized ones would hide small errors.
 
     Returns:
-        the options without the optional passes that break the numbers, and these with the reasons.
+        the options without the optional passes that change the logits, and these passes with the reasons.
 
     Raises:
-        UnsupportedModel: the model cannot be served, whatever its caches are.
+        UnsupportedModel: the model cannot be served with any cache.
     """
     plain = CompileReport(report.model)
     rewrite(captured, replace(options, kv_cache_dtype="auto"), references, plain)
@@ -283,10 +282,10 @@ def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> 
 
 
 def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport) -> Rewritten:
-    """Apply the passes one at a time, comparing after each; leave out optional ones that fail or break the numbers.
+    """Apply the passes one at a time, comparing after each; drop optional ones that fail or change the logits.
 
     Raises:
-        UnsupportedModel: a required pass fails (PassError) or breaks the numbers; the message names it.
+        UnsupportedModel: a required pass fails (PassError) or changes the logits; the message names it.
     """
     report.passes, report.dropped_passes = [], []
     traced = _each(captured, captured.traced.copy(), stages.dynamo, reference, report)
@@ -299,7 +298,7 @@ def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None
         reason = first_line(error)
     if reason:
         report.dropped_passes.append(("to_aten", reason))
-        log.warning("no pass on the ATen graph is applied: %s", reason)
+        log.warning("applying no pass on the ATen graph: %s", reason)
         return Rewritten(traced, traced, traced)
     traced = _each(captured, aten, stages.aten, reference, report)
     paged = traced.copy() if stages.lowering else traced
@@ -340,8 +339,8 @@ def _each(
     reference: Reference | None,
     report: CompileReport,
 ) -> TracedGraph:
-    """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on sequences
-    that run alone.
+    """Apply passes of one stage one at a time. Until all required ones have run, the graph is compared on single
+    sequences.
     """
 
     def refusal(index: int, before: TracedGraph, after: TracedGraph | UnsupportedModel) -> str:
@@ -363,8 +362,8 @@ def _each(
             dump.write_reproducer(entry.name, before, after, reference, alone=alone, reason=verdict.reason)
             if entry.required:
                 raise UnsupportedModel(
-                    f"{report.model}: pass {entry.name} is not exact on it ({verdict.reason}); the self-check "
-                    "refuses it. Please report the model; verify='off' serves it regardless"
+                    f"{report.model}: pass {entry.name} is not exact on it ({verdict.reason}). Please report the "
+                    "model; verify='off' skips the self-check"
                 )
             report.dropped_passes.append((entry.name, verdict.reason))
         return verdict.reason
@@ -376,16 +375,16 @@ def _each(
 def apply_one_by_one(
     traced: TracedGraph, passes: Sequence[Pass], refusal: Refusal, records: list[PassRecord]
 ) -> TracedGraph:
-    """Apply passes one at a time and take back those that are refused.
+    """Apply passes one at a time and revert rejected ones.
 
     Args:
-        traced: is edited.
+        traced: the graph; modified in place.
         passes: in order.
-        refusal: is asked about each pass that changed something or failed. What it raises ends everything.
-        records: those of the passes that stay are added.
+        refusal: called for each pass that changed something or failed. An exception ends everything.
+        records: extended with those of the kept passes.
 
     Returns:
-        the graph, with what stays.
+        the graph after the kept passes.
     """
     for index, entry in enumerate(passes):
         before = traced.copy()
@@ -396,7 +395,7 @@ def apply_one_by_one(
         else:
             reason = refusal(index, before, traced) if applied[0].matches else ""
         if reason:
-            log.warning("pass %s is left out: %s", entry.name, reason)
+            log.warning("dropping pass %s: %s", entry.name, reason)
             traced = before
         else:
             records += applied
@@ -405,13 +404,13 @@ def apply_one_by_one(
 
 
 class PassError(UnsupportedModel):
-    """A pass failed or left a graph that is not well-formed. The message names the pass."""
+    """A pass failed or left a malformed graph. The message names the pass."""
 
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
     """Apply ``passes`` in order.
 
-    After each pass that changed something the graph is linted; at the end its fake tensors are computed anew.
+    After each pass with changes, the graph is linted; at the end its fake tensors are recomputed.
 
     Raises:
         PassError: a pass failed, left a malformed graph, or left a node whose dtype or rank is not as recorded.

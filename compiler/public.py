@@ -1,4 +1,4 @@
-"""The compiler's public names: ``compile_program``, its options, its report, its errors, and the two guards."""
+"""The compiler's public names: ``compile_program``, its options, report and errors, and the two guards."""
 
 from __future__ import annotations
 

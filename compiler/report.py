@@ -1,4 +1,4 @@
-"""Reports of what compiling a model did, for people and for tests."""
+"""Reports about compiling a model, for people and for tests."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class Verdict:
     """Outcome of a self-check.
 
     Attributes:
-        ok: every compared row is within tolerance (half precision: nine rows of ten, for routers flip on ties).
+        ok: every compared row is within tolerance (in half precision nine of ten, as routers flip on ties).
         error: the largest ``max|Δlogit| / std(logits)`` over the compared rows.
-        tolerance: what ``error`` was held against.
-        rows: rows compared.
-        reason: one line when not ok.
+        tolerance: the limit of ``error``.
+        rows: number of compared rows.
+        reason: one line if not ok.
     """
 
     ok: bool
@@ -32,8 +32,8 @@ class PassCheck:
 
     Attributes:
         name: the pass.
-        error: as in ``Verdict``; infinite when the pass failed before anything could be compared.
-        reason: why the pass is refused, "" when it is right.
+        error: as in ``Verdict``; infinite if the pass failed before a comparison.
+        reason: why the pass is rejected; "" if it is right.
     """
 
     name: str
@@ -43,14 +43,14 @@ class PassCheck:
 
 @dataclass
 class SizeCheck:
-    """Outcome of compiling or capturing steps of one size ahead of requests, on an NPU.
+    """Outcome of compiling or capturing steps of one size ahead of time, on an NPU.
 
     Attributes:
-        name: such as "decode steps of 8 tokens".
-        error: the largest difference from the operators called one by one, in standard deviations; infinite where it
-            could not be compared.
-        reason: why the size is not used, "" when it is.
-        seconds: that it took.
+        name: for example "decode steps of 8 tokens".
+        error: the largest difference from single operator calls, in standard deviations; infinite if it could not be
+            compared.
+        reason: why the size is not used; "" if it is.
+        seconds: duration.
     """
 
     name: str
@@ -61,26 +61,24 @@ class SizeCheck:
 
 @dataclass
 class CompileReport:
-    """A report of what compiling a model did.
+    """A report about compiling a model.
 
     Attributes:
         model: class name.
         passes: one record per pass, in order.
         attention_recognized: attention calls that read the paged cache.
-        attention_total: those and the ones that were left over.
-        verdict: of the self-check on the finished program; None when it was off.
-        dropped_passes: passes that the self-check took out, with the reason.
-        dropped_schedules: name of a schedule that was asked for and that no graph follows, or none that was compiled
-            after another could not → why.
-        dtype_advice: of a model for an NPU, which operators do not take its dtype, what stands in for them, and the
-            dtype that has them; "" where there are none.
-        checks: comparisons after single passes, in order; empty unless the passes were applied one by one.
-        layers_compiled: the first decoder layers, of which one stands for all others; the passes' records are of
-            these. None: all layers were compiled.
-        stored: the program is one that an earlier process compiled; the rest of the report is of that time, but for
-            ``seconds``.
-        codegen: "inductor", "ge", "aclgraph" or "none", what the program really runs.
-        sizes: of an NPU's program, what became of each size that was compiled or captured ahead.
+        attention_total: those and the remaining ones.
+        verdict: result of the self-check of the finished program; None if it was off.
+        dropped_passes: passes that the self-check dropped, with the reasons.
+        dropped_schedules: name of a requested schedule that graphs do not follow → the reason.
+        dtype_advice: for an NPU: operators that do not support the model's dtype, their replacements, and the dtype
+            that they support; "" if there are none.
+        checks: comparisons after single passes, in order; empty unless passes were applied one by one.
+        layers_compiled: number of leading decoder layers that were compiled, the last of them for all others; the
+            passes' records count only these. None: all layers.
+        stored: the program comes from an earlier process; so does the rest of the report, except ``seconds``.
+        codegen: "inductor", "ge", "aclgraph" or "none": the code that runs.
+        sizes: for an NPU, the outcome of each size compiled or captured ahead of time.
         size_limits: why fewer sizes are planned than steps could use.
         seconds: wall time by phase (imports, load, reference, capture, passes, aten, verify, codegen, pack, cache).
     """
@@ -103,7 +101,7 @@ class CompileReport:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, cut to a length that fits into another message."""
+    """The first line of an exception's message, truncated to fit into another message."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return text[:300]
 

@@ -1,4 +1,4 @@
-"""Errors of rows in standard deviations, and how many of them a comparison tolerates."""
+"""Errors of rows in standard deviations, and the tolerance of comparisons."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _INDEXERS = ("lightning_indexer", "lightning_indexer_seq", "npu_lightning_indexe
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much rows may differ from those that are right.
+    """The tolerated difference of rows.
 
     Attributes:
-        limit: the largest error that is right, in standard deviations of a row.
-        share: of the rows, how many have to be right.
+        limit: the largest tolerated error, in standard deviations of a row.
+        share: share of rows that must be within the limit.
     """
 
     limit: float
@@ -34,21 +34,21 @@ class Tolerance:
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Tolerance:
-        """What holds for a dtype as long as nobody has measured its rounding."""
+        """The default tolerance for a dtype, before its rounding is measured."""
         return cls(TOLERANCE.get(dtype, TOLERANCE[torch.bfloat16]))
 
     def error(self, found: torch.Tensor, expected: torch.Tensor) -> float:
-        """The error that is held against ``limit``, of rows ``[R, n]``."""
+        """The error to compare with ``limit``, for rows ``[R, n]``."""
         return typical(row_errors(found, expected).tolist(), self.share)
 
 
 def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest difference in each row, ``[R]``, in standard deviations; infinite where something is not a number.
+    """The largest difference in each row, ``[R]``, in standard deviations; infinite if something is not a number.
 
     Args:
         found: ``[R, n]``.
-        expected: what is right, ``[R, n]``.
-        spread: the standard deviation, of each row or of all; None for that of each row that is right.
+        expected: correct values, ``[R, n]``.
+        spread: the standard deviation, per row or for all; None: that of each expected row.
     """
     if spread is None:
         spread = torch.maximum(expected.std(dim=-1), 1e-6 * expected.abs().amax(dim=-1)).clamp_min(1e-30)
@@ -56,23 +56,23 @@ def row_errors(found: torch.Tensor, expected: torch.Tensor, spread: torch.Tensor
 
 
 def judged_share(dtype: torch.dtype) -> float:
-    """Share of the rows of a model in ``dtype`` that have to be right: in half precision routers flip on ties."""
+    """Share of the rows of a model in ``dtype`` that must be right: in half precision, routers flip on ties."""
     return 0.9 if dtype in HALF else 1.0
 
 
 def typical(errors: Sequence[float], share: float) -> float:
-    """The error that ``share`` of the rows stay below, or the worst if a row is not even finite: routers flip on
-    ties, nothing else does."""
+    """The error that ``share`` of the rows stay below, or the worst one if a row is not finite: only routers flip on
+    ties."""
     ordered = sorted(errors)
     return ordered[-1] if math.isinf(ordered[-1]) else ordered[int(share * (len(ordered) - 1))]
 
 
 def routes_tokens(graph: fx.Graph) -> bool:
-    """True if a graph chooses experts: in half precision it decides otherwise where two are nearly as good, and the
-    row with it. In float32 every row has to be right."""
+    """True if a graph has routers: in half precision they may select another of two nearly equal experts, which
+    changes the row. In float32 every row must be right."""
     return any(callee(node) in _ROUTERS or "gating_top_k" in callee(node) for node in graph.nodes)
 
 
 def chooses_keys(graph: fx.Graph) -> bool:
-    """True if the attention of a graph reads keys that an indexer chooses."""
+    """True if the attention of a graph reads keys selected by an indexer."""
     return any(callee(node) in _INDEXERS for node in graph.nodes)

@@ -1,4 +1,4 @@
-"""Passes that users bring: functions that they register, and pattern and replacement pairs."""
+"""User-defined passes: registered functions, and pairs of pattern and replacement."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Pattern:
     """A rewrite given by two functions, as for ``torch._inductor.pattern_matcher.register_replacement``.
 
     Attributes:
-        search: function of tensors; what it does is looked for. Numbers in it have to be equal in the graph.
-        replace: function of the same tensors; what it does takes that place.
-        example_inputs: tensors to trace both with; their dtypes matter, their sizes hardly do.
-        extra_check: further condition on a match (``match.kwargs`` maps argument names to nodes).
-        name: that reports and ``passes={"skip": [name]}`` call it by.
+        search: function of tensors; the pattern. Numbers in it must be equal in the graph.
+        replace: function of the same tensors; the replacement.
+        example_inputs: tensors to trace both with; their dtypes matter, their sizes hardly.
+        extra_check: additional condition on a match (``match.kwargs`` maps argument names to nodes).
+        name: for reports and ``passes={"skip": [name]}``.
     """
 
     search: Callable[..., Any]
@@ -51,50 +51,49 @@ def register_pass(
     level: int = 2,
     before: str = FIRST_OF_LOWERING,
 ) -> None:
-    """Add a pass to the pipeline of everything that is compiled from now on.
+    """Register a pass for all later compilations.
 
-    It is an optional pass like any other: ``passes={"skip": [name]}`` leaves it out, the self-check drops it with a
-    warning when it breaks the numbers, and reports show what it matched. Registering a name again replaces it.
+    It is an optional pass like any other: ``passes={"skip": [name]}`` skips it, the self-check drops it with a
+    warning if it changes the logits, and reports show its matches. Registering a name again replaces the pass.
 
     Args:
-        name: of the pass; not that of a pass of ours.
-        apply: edits the graph in place and returns a ``PassRecord``. See ``passes/`` for what a pass may do.
-        stage: "aten" for the graph that AOTAutograd traced, "dynamo" for the one before.
+        name: name of the pass; not that of a built-in one.
+        apply: modifies the graph in place and returns a ``PassRecord``. See ``passes/`` for the rules.
+        stage: "aten" for the graph of AOTAutograd, "dynamo" for the one before.
         level: the lowest ``opt_level`` that runs it.
-        before: name of the pass that it is to run in front of, of the same stage; by default the first that lowers
-            for an NPU.
+        before: name of the pass of the same stage to run before; by default the first one that lowers for an NPU.
 
     Raises:
-        ValueError: a name that is taken, or a stage, level or ``before`` that there is not.
+        ValueError: a name that is taken, or an unknown stage, level or ``before``.
     """
     if any(p.name == name for p in PASSES):
-        raise ValueError(f"name={name!r} is a pass of torch-pagoda's; take another name")
+        raise ValueError(f"name={name!r} is the name of a built-in pass; use another")
     if stage not in ("aten", "dynamo"):
-        raise ValueError(f"stage={stage!r} is neither 'aten' nor 'dynamo'")
+        raise ValueError(f"stage={stage!r} is invalid; use 'aten' or 'dynamo'")
     if level not in OPT_LEVELS:
-        raise ValueError(f"level={level!r} is not one of {', '.join(map(str, OPT_LEVELS))}")
+        raise ValueError(f"level={level!r} is invalid; use one of {', '.join(map(str, OPT_LEVELS))}")
     if not any(p.name == before and p.stage == stage for p in PASSES):
         known = ", ".join(dict.fromkeys(p.name for p in PASSES if p.stage == stage))
-        raise ValueError(f"before={before!r} is not a pass of stage {stage!r}; known are {known}")
+        raise ValueError(f"before={before!r} is not a pass of stage {stage!r}; use one of {known}")
     unregister_pass(name)
     _registered.append((Pass(name, apply, stage, level, required=False), before))
 
 
 def unregister_pass(name: str) -> None:
-    """Take a registered pass out again; one that is not registered is no error."""
+    """Unregister a pass; a no-op for an unknown name."""
     _registered[:] = [(entry, before) for entry, before in _registered if entry.name != name]
 
 
 def registered_passes() -> list[str]:
-    """Names of the passes that are registered now."""
+    """Names of the registered passes."""
     return [entry.name for entry, _ in _registered]
 
 
 def with_user_passes(passes: Sequence[Pass], patterns: Sequence[Pattern] = ()) -> list[Pass]:
-    """``passes`` with the registered ones in their places, and ``patterns`` on the ATen graph.
+    """``passes`` with the registered ones inserted, and ``patterns`` on the ATen graph.
 
-    A pattern runs twice: before anything is recognized, for patterns over torch's own operators, and at the end, for
-    patterns over ``pagoda::`` operators.
+    A pattern runs twice: before recognition, for patterns over torch's own operators, and at the end, for patterns
+    over ``pagoda::`` operators.
     """
     result: list[Pass] = []
     of_patterns = [Pass(p.name, _PatternPass(p), "aten", 0, required=False) for p in patterns]

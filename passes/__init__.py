@@ -1,4 +1,4 @@
-"""The passes, and the one list that says in which order they run."""
+"""The passes, and the list that defines their order."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Pass:
 
 
 FIRST_OF_LOWERING = "lower_npu_indexers"
-"""Users' passes run in front of it, where they do not say otherwise."""
+"""User-defined passes run before it by default."""
 
 PASSES: tuple[Pass, ...] = (
     # Recognition first: everything after it looks at pagoda::attention only.

@@ -14,7 +14,7 @@ peft = pytest.importorskip("peft")
 
 PROMPT = [5, 9, 17, 33, 12]
 PARAMS = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-CHANGED = r"compile it again|make a new LLM"
+CHANGED = r"recompile it|make a new LLM"
 
 
 def adapted():

@@ -1,4 +1,4 @@
-"""The engine for asyncio: requests of many tasks share its steps, which one thread runs."""
+"""The engine for asyncio: one thread runs its steps for the requests of many tasks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Result = TypeVar("Result")
 
 
 class AsyncLLM:
-    """Serves one causal LM to the tasks of an event loop, or of several.
+    """Serves one causal LM to the tasks of one or several event loops.
 
-    Only a thread of its own touches the engine; what tasks ask for goes through a queue, so no call waits for a step.
-    While it is open nothing else may use the :class:`LLM` beneath it. Making one loads and compiles the model; within
-    a running loop use ``await asyncio.to_thread(AsyncLLM, ...)``.
+    Only a background thread calls the engine; calls of tasks go through a queue, so none waits for a step. Until this
+    is shut down, do not use the underlying :class:`LLM`. The constructor loads and compiles the model; within a
+    running loop use ``await asyncio.to_thread(AsyncLLM, ...)``.
 
     Args:
-        model: an :class:`LLM`, which stays open when this is shut down; or what ``LLM`` takes, and then the engine
-            belongs to this.
+        model: an :class:`LLM`, which stays open when this is shut down; or an argument of ``LLM``, whose engine then
+            belongs to this object.
         tokenizer: as for ``LLM``; not with an ``LLM``.
         options: as for ``LLM``; not with an ``LLM``.
 
@@ -54,7 +54,7 @@ class AsyncLLM:
         if isinstance(model, LLM):
             if tokenizer is not None or options:
                 given = ", ".join([*(["tokenizer"] if tokenizer is not None else []), *options])
-                raise TypeError(f"model is an LLM and {given} cannot change it any more; give them to that LLM")
+                raise TypeError(f"model is already an LLM; pass {given} to that LLM")
             self.llm = model
         else:
             self.llm = LLM(model, tokenizer, **options)
@@ -75,20 +75,20 @@ class AsyncLLM:
         deadline: float | None = None,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Run one prompt; yields everything up to now whenever there is more, with ``finished`` set at last.
+        """Run one prompt; yields the output so far whenever there is more, the last time with ``finished`` set.
 
-        A consumer that is slower than the engine finds the newest output and skips those between. Cancelling the task
-        that waits here, or closing the iterator, cancels the request.
+        A slow consumer gets the newest output and misses those between. Cancelling the awaiting task, or closing the
+        iterator, cancels the request.
 
         Args:
             prompt, sampling_params: as for :meth:`LLM.submit`.
-            request_id: a name for :meth:`abort`; by default a new one.
+            request_id: an id for :meth:`abort`; by default a new one.
             priority, client, deadline, cache_salt: as for :meth:`LLM.generate`.
 
         Raises:
-            TypeError, ValueError: the prompt, the parameters or the id is refused.
+            TypeError, ValueError: the prompt, the parameters or the id is invalid.
             QueueFull: ``max_queue`` prompts wait already.
-            RuntimeError: the engine failed, or was shut down before the request was taken.
+            RuntimeError: the engine failed, or was shut down before the request was accepted.
         """
         consumer, stepper = _Consumer(asyncio.get_running_loop()), self._stepper
 
@@ -114,29 +114,29 @@ class AsyncLLM:
                 stepper.send(lambda: stepper.drop(consumer), if_open=True)
 
     async def abort(self, request_id: str) -> bool:
-        """End a request early; its consumer gets a last output with ``finish_reason="cancelled"``.
+        """Cancel a request; its consumer gets a last output with ``finish_reason="cancelled"``.
 
         Returns:
-            Whether there was an unfinished request of that id.
+            Whether an unfinished request has that id.
         """
         return await self._call(lambda: self.llm.cancel(request_id))
 
     async def stats(self) -> dict[str, int | float]:
-        """Figures of the queue, the KV cache and the steps, see :meth:`LLM.stats`."""
+        """Statistics of the queue, the KV cache and the steps; see :meth:`LLM.stats`."""
         return await self._call(self.llm.stats)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer in use, see :meth:`LLM.get_tokenizer`."""
+        """The tokenizer in use; see :meth:`LLM.get_tokenizer`."""
         return self.llm.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters of requests that bring none."""
+        """The parameters of requests without any."""
         return self.llm.get_default_sampling_params()
 
     def shutdown(self) -> None:
-        """End what has not ended as cancelled, stop the thread, and shut down an engine that belongs to this.
+        """Cancel unfinished requests, stop the thread, and shut down an engine that belongs to this object.
 
-        Waits for the step that is running; ``async with`` does so without holding up the loop. Later requests raise
+        Waits for the running step; ``async with`` does so without blocking the loop. Later requests raise
         ``RuntimeError``.
         """
         self._finalizer()
@@ -156,7 +156,7 @@ class AsyncLLM:
 
 
 class _Consumer:
-    """The place where one ``generate`` waits; the engine's thread puts, the event loop takes."""
+    """The mailbox of one ``generate`` call: the engine's thread puts, the event loop takes."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -165,7 +165,7 @@ class _Consumer:
         self._newest: RequestOutput | BaseException | None = None
 
     def put(self, news: RequestOutput | BaseException) -> bool:
-        """Hand over what is new, in place of what has not been taken; False if nobody can take it any more."""
+        """Deliver an output, replacing an unread one; returns False if nobody can read it any more."""
         with self._lock:
             is_announced, self._newest = self._newest is not None, news
         if is_announced:
@@ -177,7 +177,7 @@ class _Consumer:
         return True
 
     async def next(self) -> RequestOutput:
-        """Wait for what is new; raises it if it is an exception."""
+        """Wait for an output; raises it if it is an exception."""
         await self._ready.wait()
         self._ready.clear()
         with self._lock:
@@ -189,7 +189,7 @@ class _Consumer:
 
 
 class _Stepper:
-    """The thread that runs the engine. It knows nothing of the ``AsyncLLM``, so that one can be forgotten."""
+    """The thread that runs the engine. It holds no reference to the ``AsyncLLM``, so that one can be collected."""
 
     def __init__(self, llm: LLM, owns_llm: bool) -> None:
         self._llm = llm
@@ -208,7 +208,7 @@ class _Stepper:
         """Have the thread call ``command`` before its next step.
 
         Raises:
-            RuntimeError: it has ended, unless ``if_open``.
+            RuntimeError: the thread has ended, unless ``if_open``.
         """
         with self._lock:
             if not self._is_closed:
@@ -218,13 +218,13 @@ class _Stepper:
             raise self._error()
 
     def stop(self) -> None:
-        """End the thread and wait for that."""
+        """End the thread and wait for its end."""
         self.send(self._begin_to_stop, if_open=True)
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def admit(self, consumer: _Consumer, submit: Callable[[], str]) -> None:
-        """Submit a request whose outputs go to ``consumer``; in the thread, as all below."""
+        """Submit a request with outputs to ``consumer``; like all methods below, call it in the thread."""
         if self._is_stopping:
             consumer.put(self._error())
             return
@@ -240,14 +240,14 @@ class _Stepper:
             consumer.put(error)
 
     def drop(self, consumer: _Consumer) -> None:
-        """Cancel the request of a consumer that has gone."""
+        """Cancel the request of a consumer that no longer reads."""
         for request_id, known in list(self._consumers.items()):
             if known is consumer:
                 del self._consumers[request_id]
                 self._cancel(request_id)
 
     def answer(self, future: concurrent.futures.Future[Any], function: Callable[[], Any]) -> None:
-        """Call a function for somebody who awaits its result."""
+        """Call a function for a task that awaits its result."""
         if not future.set_running_or_notify_cancel():
             return
         if self._is_stopping:
@@ -278,12 +278,12 @@ class _Stepper:
             self._close()
 
     def _step(self) -> None:
-        """One step. An exception ends the requests and reaches all who wait; with nobody there it ends the thread."""
+        """One step. An exception fails all requests and calls; without any, it ends the thread."""
         self._ids_in_use = False
         try:
             outputs = self._llm.step()
             if self._consumers and not outputs and not self._llm.has_unfinished():
-                raise RuntimeError("requests were taken away; use the LLM beneath an AsyncLLM nowhere else")
+                raise RuntimeError("requests disappeared; do not use the LLM of an AsyncLLM elsewhere")
         except Exception as error:
             if not self._consumers:
                 raise
@@ -320,7 +320,7 @@ class _Stepper:
             self._step()
 
     def _close(self) -> None:
-        """Leave nobody waiting, whatever ended the thread."""
+        """Fail all waiting consumers, whatever ended the thread."""
         self._is_stopping = True
         with self._lock:
             self._is_closed = True
@@ -336,11 +336,11 @@ class _Stepper:
     def _error(self) -> RuntimeError:
         if self._failure is not None:
             return _failure(self._failure)
-        return RuntimeError("this AsyncLLM was shut down and takes no more calls; make a new one")
+        return RuntimeError("AsyncLLM is shut down; create a new one")
 
 
 def _failure(cause: BaseException) -> RuntimeError:
-    """An exception of its own for each that gets it: tracebacks grow where they are raised."""
+    """A separate exception for each receiver: raising an exception extends its traceback."""
     error = RuntimeError(f"the engine failed: {one_line(cause)}")
     error.__cause__ = cause
     return error

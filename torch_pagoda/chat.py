@@ -22,19 +22,19 @@ def chat_prompts(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[dict[str, Any]]:
-    """A prompt for each conversation, with its text and its token ids.
+    """One prompt per conversation, with its text and its token ids.
 
     The template writes the special tokens, so the tokenizer adds none.
 
     Args:
-        tokenizer: whose template it is.
+        tokenizer: provides the chat template.
         messages: a conversation, or a list of them.
-        max_model_len: what is longer is not tokenized to its end.
+        max_model_len: a longer prompt is tokenized only in part.
         chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs: as for
             ``render_conversation``.
 
     Raises:
-        ValueError: there is no template, or it refuses a conversation; options or messages do not fit.
+        ValueError: there is no template, or it rejects a conversation; options or messages are invalid.
     """
     prompts = []
     for index, conversation in enumerate(_conversations(messages)):

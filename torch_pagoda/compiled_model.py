@@ -1,4 +1,4 @@
-"""Models to serve: loaded or live, compiled or found compiled by an earlier start."""
+"""Models to serve: loaded or live, compiled now or restored from an earlier start."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class CompiledModel:
 
     Attributes:
         program: the compiled model.
-        tokenizer: of its texts; None where there is none.
+        tokenizer: its tokenizer, or None.
         eos_token_ids: tokens that end a sequence.
-        recommended_params: what the generation config says of sampling, by the names in ``SamplingParams``.
-        weights: tells whether a weight was replaced, moved or written to.
-        guard: tells whether a live module has changed otherwise; None for one that was loaded.
+        recommended_params: sampling parameters of the generation config, by their names in ``SamplingParams``.
+        weights: detects whether a weight was replaced, moved or written to.
+        guard: detects other changes of a live module; None for a loaded model.
     """
 
     program: LinkedProgram
@@ -65,13 +65,13 @@ def compiled_model(
     device: torch.device,
     known_modules: frozenset[str],
 ) -> CompiledModel:
-    """Load a model, unless it is a live module, and its tokenizer; and compile it, unless an earlier start has.
+    """Load a model, unless it is a live module, and its tokenizer; compile it, unless an earlier start did.
 
     Args:
         model, tokenizer: as for ``LLM``.
         loading: how to load it.
         compiling: how to compile it.
-        device: the one that ``loading`` means.
+        device: the device that ``loading`` selects.
         known_modules: names of the modules that were imported before.
 
     Raises:
@@ -80,7 +80,7 @@ def compiled_model(
     loads = isinstance(model, str | os.PathLike)
     if loading.gguf_file is not None:
         if not isinstance(model, str | os.PathLike):
-            raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass the folder that it lies in")
+            raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass its folder")
         model = gguf_in(model, loading.gguf_file)
 
     program, files = None, None
@@ -120,7 +120,7 @@ def compiled_model(
 
 @contextmanager
 def _refusals_named(model: object) -> Iterator[None]:
-    """Has every ``UnsupportedModel`` from within name the model, and say what else would run it, if anything does."""
+    """Adds the model's name to each ``UnsupportedModel`` raised within, and an alternative if there is one."""
     try:
         yield
     except UnsupportedModel as error:
@@ -129,17 +129,17 @@ def _refusals_named(model: object) -> Iterator[None]:
         if isinstance(error, NotFinite):
             raise NotFinite(refused) from error
         raise UnsupportedModel(
-            f'{refused}; use transformers\' own generate, which torch.compile(model, backend="pagoda") can speed up'
+            f'{refused}; use transformers\' own generate, which torch.compile(model, backend="pagoda") can accelerate'
         ) from error
 
 
 def eos_token_ids(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     """Tokens that end a sequence: the generation config's, else the model config's, and the tokenizer's, as in vLLM.
 
-    Negative ones, with which some configs say that nothing does, are left out: no token is one.
+    Negative ids, which in some configs mean none, are left out.
 
     Raises:
-        ValueError: one is not an integer.
+        ValueError: an id is not an integer.
     """
     configs = (getattr(module, "generation_config", None), module.config)
     configured = next((config for config in configs if getattr(config, "eos_token_id", None) is not None), None)

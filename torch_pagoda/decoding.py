@@ -1,7 +1,7 @@
 """Decoding the rows of one ``generate`` call on the engine, with transformers' semantics.
 
-transformers works on a padded ``[rows, width]`` tensor that grows by one column per step. The engine runs
-each row on its own, so columns are put together afterwards, each once every row still open has its token.
+transformers works on a padded ``[rows, width]`` tensor that grows by one column per step. The engine runs each row on
+its own; a column is assembled once every open row has its token.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CACHE_NAMES = {"past_key_values", "cache", "cache_params", "state", "mems", "pa
 
 
 class Unsupported(Exception):
-    """The engine cannot do this call as transformers would; the message says why."""
+    """The engine cannot run this call as transformers would; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class DecodingPlan:
         input_ids: ``[rows, width]`` int64, as given, padding included.
         prompts: the rows without their padding.
         sampling: arguments of :class:`SamplingParams` that all rows share.
-        samples: tokens are drawn, not the likeliest taken.
+        samples: sample tokens instead of decoding greedily.
         eos_token_ids: tokens that end a row; empty when nothing does.
-        pad_token_id: what a row that has ended is filled with.
-        max_length: width at which every row ends, padding included.
-        criteria: stopping criteria to ask after every column; None when EOS and length are all there is,
-            which the engine watches itself.
-        pads_finished: whether a row that has ended gets padding. Without an EOS criterion transformers lets
-            it go on until all rows have ended.
+        pad_token_id: fills rows that have ended.
+        max_length: maximum width of a row, padding included.
+        criteria: stopping criteria to evaluate after every column; None if there are only EOS and length, which the
+            engine checks itself.
+        pads_finished: pad rows that have ended. Without an EOS criterion, transformers continues them until all rows
+            have ended.
     """
 
     input_ids: torch.LongTensor
@@ -62,15 +62,15 @@ class DecodingPlan:
     def row_params(self) -> list[SamplingParams]:
         """Parameters of each row.
 
-        Each row that samples gets a seed from torch's global generator, so ``torch.manual_seed`` reproduces a
-        call whatever the engine does with its batches.
+        Each sampling row gets a seed from torch's global generator, so ``torch.manual_seed`` reproduces a call
+        however the engine batches it.
         """
         rows = len(self.prompts)
         seeds = torch.randint(0, 2**63 - 1, (rows,)).tolist() if self.samples else [None] * rows
         return [SamplingParams(seed=seed, **self.sampling).with_own_ends() for seed in seeds]
 
     def check_fits(self, max_model_len: int) -> None:
-        """Raise :class:`Unsupported` when a row could outgrow the engine."""
+        """Raise :class:`Unsupported` if a row could exceed the engine's ``max_model_len``."""
         longest = max(map(len, self.prompts)) + self.sampling["max_tokens"]
         if longest > max_model_len:
             raise Unsupported(
@@ -87,7 +87,7 @@ def plan_decoding(
     model_kwargs: dict[str, Any],
     mask_given: bool,
 ) -> DecodingPlan:
-    """Translate what ``GenerationMixin.generate`` hands to a decoding method.
+    """Convert the arguments of a decoding method of ``GenerationMixin.generate``.
 
     Args:
         input_ids: ``[rows, width]``.
@@ -95,8 +95,8 @@ def plan_decoding(
             token.
 
     Raises:
-        Unsupported: a processor, or a model argument, that the engine has no counterpart for.
-        ValueError: an attention_mask that is not left padding.
+        Unsupported: a processor, or a model argument, without a counterpart in the engine.
+        ValueError: the attention_mask is not left padding.
     """
     rows, width = input_ids.shape
     mask = model_kwargs.get("attention_mask")
@@ -127,10 +127,10 @@ def plan_decoding(
 def decode_rows(engine: Engine, plan: DecodingPlan, streamer: Any | None) -> torch.LongTensor:
     """Run the plan; returns ``[rows, width + new]`` int64 on the device of the input.
 
-    Whatever happens, no request of the plan is left in the engine.
+    In any case, no request of the plan stays in the engine.
 
     Raises:
-        ValueError: a row holds a token id that the model does not have; the message names it.
+        ValueError: a row has a token id out of the vocabulary; the message names it.
         RuntimeError: a row ended in an error.
     """
     for row, prompt in enumerate(plan.prompts):
@@ -179,7 +179,7 @@ class _Columns:
         self._made: list[torch.Tensor] = []
 
     def advance(self, streamer: Any | None) -> None:
-        """Make every column that is complete by now; stream it and ask the criteria."""
+        """Assemble every complete column; stream it and evaluate the criteria."""
         plan = self.plan
         while not self.finished:
             at = len(self._made)
@@ -197,7 +197,7 @@ class _Columns:
                 streamer.put(column.cpu())
 
     def closed(self, row: int) -> bool:
-        """True if no further token of this row is wanted."""
+        """Whether this row needs no further token."""
         return self.finished or (self.plan.pads_finished and not self._open[row])
 
     def _close(self, column: torch.Tensor) -> None:
@@ -210,13 +210,13 @@ class _Columns:
         self._open = [is_open and not is_done for is_open, is_done in zip(self._open, done, strict=True)]
 
     def take_all(self) -> None:
-        """All rows at once, padded at the right; for a plan that the engine ended by itself."""
+        """All rows at once, right-padded; for a plan that the engine ended by itself."""
         width = max(len(tokens) for tokens in self.tokens)
         padded = [tokens + [self.plan.pad_token_id] * (width - len(tokens)) for tokens in self.tokens]
         self._made = list(torch.tensor(padded, dtype=torch.long, device=self.plan.input_ids.device).unbind(1))
 
     def sequences(self) -> torch.LongTensor:
-        """``[rows, width + columns]``: the input and the columns made so far."""
+        """``[rows, width + columns]``: the input and the columns assembled so far."""
         return torch.cat([self.plan.input_ids, torch.stack(self._made, dim=1)], dim=1)  # type: ignore[return-value]
 
 
@@ -229,7 +229,9 @@ def _row_starts(mask: torch.Tensor | None, rows: int, mask_given: bool) -> list[
     is_left_padding = kept == (torch.arange(mask.shape[1], device=mask.device)[None, :] >= starts[:, None])
     bad = (~(is_left_padding.all(dim=1) & kept.any(dim=1))).nonzero().reshape(-1).tolist()
     if bad and not mask_given:
-        raise Unsupported("the pad token stands inside a prompt, and without an attention_mask transformers masks it")
+        raise Unsupported(
+            "a prompt contains the pad token, which transformers masks without an attention_mask; pass one"
+        )
     if bad:
         row = bad[0]
         what = "has holes or right padding" if bool(kept[row].any()) else "masks every token"
@@ -244,7 +246,7 @@ def _check_model_kwargs(model_kwargs: dict[str, Any], starts: list[int], width: 
     for name, value in model_kwargs.items():
         if name in _KNOWN_MODEL_KWARGS or name in _CACHE_NAMES or value is None or value is False:
             continue
-        raise Unsupported(f"the engine does not take {name}")
+        raise Unsupported(f"the engine does not support {name}")
     positions = model_kwargs.get("position_ids")
     if positions is None:
         return
@@ -256,11 +258,11 @@ def _check_model_kwargs(model_kwargs: dict[str, Any], starts: list[int], width: 
 
 
 def _sampling_arguments(processors: list[Any], starts: list[int], width: int, do_sample: bool) -> dict[str, Any]:
-    """The list of processors that transformers built, as arguments of :class:`SamplingParams`.
+    """The processors that transformers built, as arguments of :class:`SamplingParams`.
 
     Args:
-        starts: tokens of padding before each row's prompt.
-        width: tokens of each row, padding included.
+        starts: number of padding tokens before each row's prompt.
+        width: number of tokens in each row, padding included.
     """
     arguments: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0, "min_tokens": 0}
     for processor in processors:
@@ -271,8 +273,8 @@ def _sampling_arguments(processors: list[Any], starts: list[int], width: int, do
             if left_out != starts:
                 # transformers before 5.23 leaves no padding out.
                 raise Unsupported(
-                    "the engine's repetition_penalty counts all tokens of a prompt and no padding; that of "
-                    "transformers counts padding here, or leaves a part of the prompt out (prompt_ignore_length)"
+                    "the engine's repetition_penalty counts all prompt tokens and no padding; transformers' counts "
+                    "padding here, or ignores part of the prompt (prompt_ignore_length)"
                 )
             arguments["repetition_penalty"] = processor.penalty
         elif kind is logits_process.MinLengthLogitsProcessor:
@@ -290,5 +292,5 @@ def _sampling_arguments(processors: list[Any], starts: list[int], width: int, do
         else:
             raise Unsupported(f"the engine has no counterpart of transformers' {kind.__name__}")
     if "min_p" in arguments and "top_p" in arguments:
-        raise Unsupported("transformers applies min_p after top_p, and the engine before it")
+        raise Unsupported("transformers applies min_p after top_p, the engine before top_p")
     return arguments

@@ -1,4 +1,4 @@
-"""Default sampling parameters: what the checkpoint's generation config recommends, as in vLLM."""
+"""Default sampling parameters: the recommendations of the checkpoint's generation config, as in vLLM."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""transformers' name → ours, of what vLLM reads of a generation config."""
+"""transformers' name → our name, for the values that vLLM reads from a generation config."""
 
 _OFF = 'correct the file, or pass generation_config="vllm"'
 
 
 def recommended_params(source: str | os.PathLike[str], module: PreTrainedModel) -> dict[str, Any]:
-    """Sampling parameters that a generation config sets, by their names in ``SamplingParams``.
+    """Sampling parameters of a generation config, by their names in ``SamplingParams``.
 
-    ``do_sample=False`` means greedy decoding, as in transformers, where the config says so; where it says nothing of
-    it, as most do, the temperature is the config's or vLLM's 1.0. (vLLM does not read ``do_sample`` at all.)
+    An explicit ``do_sample=False`` means greedy decoding, as in transformers; if ``do_sample`` is absent, as in most
+    configs, the temperature is the config's or vLLM's 1.0. (vLLM does not read ``do_sample`` at all.)
 
     Args:
-        source: ``"auto"`` for the module's own, which came with its checkpoint; ``"vllm"`` for none; or a folder with
-            a ``generation_config.json``, or a hub id.
+        source: ``"auto"``: the module's own, from its checkpoint; ``"vllm"``: none; or a hub id or a folder with a
+            ``generation_config.json``.
         module: the model.
 
     Raises:
-        TypeError: ``source`` is neither text nor a path.
-        ValueError: there is no such file, or a value in it is out of range.
+        TypeError: ``source`` is neither a string nor a path.
+        ValueError: the file is missing, or a value in it is out of range.
     """
     if not isinstance(source, str | os.PathLike):
         raise TypeError(f'generation_config={source!r} is a {type(source).__name__}; use "auto", "vllm" or a folder')
@@ -58,19 +58,17 @@ def recommended_params(source: str | os.PathLike[str], module: PreTrainedModel) 
             raise ValueError("max_tokens=0 generates nothing")
     except ValueError as error:
         renamed = str(error).replace("max_tokens", "max_new_tokens")
-        raise ValueError(
-            f"generation_config={name!r} recommends what cannot be sampled: {renamed}; {_OFF}"
-        ) from error
+        raise ValueError(f"generation_config={name!r} has invalid sampling parameters: {renamed}; {_OFF}") from error
     neutral = SamplingParams()
     return {name: value for name, value in found.items() if value != getattr(neutral, name)}
 
 
 def default_params(recommended: dict[str, Any]) -> SamplingParams:
-    """The parameters of requests that bring none; says so where they are not ``SamplingParams()``."""
+    """The parameters of requests without any; logs them if they differ from ``SamplingParams()``."""
     if recommended:
         logger.info(
-            "default sampling parameters from the model's generation_config: %s; those that a request brings replace "
-            'all of them, and LLM(generation_config="vllm") leaves them out',
+            "default sampling parameters from the model's generation_config: %s; a request's parameters replace "
+            'all of them, and LLM(generation_config="vllm") ignores them',
             ", ".join(f"{name}={value!r}" for name, value in recommended.items()),
         )
     return SamplingParams(**recommended)
@@ -81,6 +79,6 @@ def _read(name: str) -> GenerationConfig:
         return GenerationConfig.from_pretrained(os.path.expanduser(name))
     except Exception as error:
         raise ValueError(
-            f"generation_config={name!r}: could not read it: {first_line(error)}; pass a folder that holds a "
+            f"generation_config={name!r}: could not be read: {first_line(error)}; pass a folder with a "
             'generation_config.json, "auto" or "vllm"'
         ) from error

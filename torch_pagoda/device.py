@@ -1,28 +1,28 @@
-"""The device that a model is served on."""
+"""The device to serve a model on."""
 
 from __future__ import annotations
 
 import torch
 
 _SHARE_OF_NPU = 0.9
-"""Of an NPU's free memory, what the KV cache takes by default; the rest is for a step's own tensors."""
+"""Default share of an NPU's free memory for the KV cache; the rest is for the tensors of steps."""
 
 
 def npu_available() -> bool:
     """True if torch_npu is loaded and reports at least one device.
 
-    torch_npu registers itself with torch by entry point (autoload), so it is asked through ``torch.npu`` and
-    never imported here: on a machine without CANN the import itself fails.
+    torch_npu registers itself with torch by entry point (autoload), so this checks ``torch.npu`` and never imports
+    torch_npu: on a machine without CANN the import itself fails.
     """
     npu = getattr(torch, "npu", None)
     return npu is not None and bool(npu.is_available())
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """The device meant by ``"cpu"``, ``"npu[:index]"``, or ``"auto"`` (an NPU if torch_npu reports one).
+    """Resolve ``"cpu"``, ``"npu[:index]"``, or ``"auto"`` (an NPU if torch_npu reports one).
 
     Raises:
-        ValueError: an unknown device, or an NPU that is not there.
+        ValueError: an unknown device, or an unavailable NPU.
     """
     if device == "auto":
         return torch.device("npu" if npu_available() else "cpu")
@@ -39,7 +39,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes of ``device`` that a KV cache may take by default; None for a CPU, where that is decided later."""
+    """Default bytes of ``device`` for the KV cache; None for a CPU, which decides later."""
     if device.type == "cpu":
         return None
     free, _ = torch.npu.mem_get_info(device)  # type: ignore[attr-defined]

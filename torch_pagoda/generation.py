@@ -1,9 +1,9 @@
 """The model's own ``generate`` on the paged engine: :func:`compile` and :func:`restore`.
 
-transformers does everything that is not decoding: ``GenerationMixin.generate`` merges the generation configs,
-validates, infers masks, expands rows and builds the processors and stopping criteria, then calls a decoding
-method. Ours is handed in through its ``custom_generate`` argument. What the engine does not do runs on
-transformers' own decoding, with one warning per reason.
+transformers does everything except decoding: ``GenerationMixin.generate`` merges the generation configs, validates,
+infers masks, expands rows and builds the processors and stopping criteria, then calls a decoding method. Ours is
+passed in through its ``custom_generate`` argument. Calls that the engine does not support run transformers' own
+decoding, with one warning per reason.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ Model = TypeVar("Model")
 def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
     """Run ``model.generate`` on the paged engine: the same tokens in float32, within rounding in half precision.
 
-    In bfloat16 and float16 logits are as far from float32's as transformers' own, so that where two candidates are
-    nearly tied the other one can be chosen. With ``quantization="int8"`` the model is another one, of rounded weights
-    and inputs, whose products are summed exactly.
+    In bfloat16 and float16, logits are as close to float32's as transformers' own, so of two nearly tied candidates
+    the other one may be chosen. ``quantization="int8"`` changes the model: its weights and inputs are rounded, their
+    products summed exactly.
 
-    The same object is returned. The engine is built on the first call that needs it. Calling this again with the same
-    options, or with none, changes nothing, unless the weights were replaced or moved since (``generate`` then
-    raises): that, and other options, build the engine anew. :func:`restore` undoes it.
+    Returns the same object. The first call that needs the engine builds it. A repeated call with the same options, or
+    with none, changes nothing; other options, or weights replaced or moved since (``generate`` then raises), build
+    the engine anew. :func:`restore` undoes it.
 
     Args:
-        model: a transformers causal LM. Its weights stay its own.
+        model: a transformers causal LM. It keeps its weights.
         **options: the engine's and the compiler's options, as in :class:`~torch_pagoda.LLM`.
 
     Raises:
         TypeError: not a transformers model.
-        ValueError: not a causal LM, quantized, an unknown option, or a value that cannot be.
+        ValueError: not a causal LM, quantized, an unknown option, or an invalid value.
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; pass a transformers causal LM")
@@ -58,7 +58,7 @@ def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
             f"model is a {type(model).__name__}, which is not a causal LM; load it with AutoModelForCausalLM"
         )
     if getattr(model, "hf_quantizer", None) is not None:
-        raise ValueError(f"model is a quantized {type(model).__name__}, which is not supported; load it in float")
+        raise ValueError(f"model is a quantized {type(model).__name__}, which is not supported; load it unquantized")
     split_options(options, owns_weights=False, known=ModelOptions)
     check_dtype(model, options.get("dtype", "auto"))
     current = paged_generation(model)
@@ -70,7 +70,7 @@ def compile(model: Model, **options: Unpack[ModelOptions]) -> Model:
 
 
 def restore(model: Model) -> Model:
-    """Give ``model`` the ``generate`` back that it had before :func:`compile`, and drop the engine."""
+    """Restore the ``generate`` that ``model`` had before :func:`compile`, and drop the engine."""
     current = paged_generation(model)
     if current is not None:
         current.uninstall()
@@ -78,7 +78,7 @@ def restore(model: Model) -> Model:
 
 
 def paged_generation(model: object) -> PagedGeneration | None:
-    """The :class:`PagedGeneration` behind ``model.generate``, or None when the model is not compiled."""
+    """The :class:`PagedGeneration` behind ``model.generate``, or None if the model is not compiled."""
     owner = getattr(getattr(model, "__dict__", {}).get("generate"), "__self__", None)
     return owner if isinstance(owner, PagedGeneration) else None
 
@@ -88,8 +88,8 @@ class PagedGeneration:
 
     Attributes:
         model: the module.
-        options: what :func:`compile` was given.
-        original: the ``generate`` that the instance itself had before, None when it was its class's.
+        options: the options of :func:`compile`.
+        original: the instance's own ``generate`` before; None if it was its class's.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class PagedGeneration:
         self.__init__(**state)  # type: ignore[misc]
 
     def install(self) -> None:
-        """Put this object's ``generate`` on the model instance."""
+        """Set this object's ``generate`` on the model instance."""
         self.model.__dict__["generate"] = self.generate
 
     def uninstall(self) -> None:
-        """Put back what was there."""
+        """Restore the original ``generate``."""
         self._llm = None
         if self.original is None:
             self.model.__dict__.pop("generate", None)
@@ -134,7 +134,7 @@ class PagedGeneration:
 
     @property
     def is_stale(self) -> bool:
-        """An engine was built, and the model's weights are no longer those it was built on."""
+        """Whether an engine was built and the model's weights have changed since."""
         if self._llm is None:
             return False
         try:
@@ -146,13 +146,12 @@ class PagedGeneration:
     def generate(self, *args: Any, **kwargs: Any) -> GenerateDecoderOnlyOutput | torch.LongTensor:
         """``GenerationMixin.generate``, decoding on the paged engine. Same arguments, same result.
 
-        ``use_cache`` and ``prefill_chunk_size`` have no effect: keys and values always live in the paged
-        cache and the engine cuts prompts by its own token budget. ``past_key_values`` of a returned dict is
-        None.
+        ``use_cache`` and ``prefill_chunk_size`` have no effect: keys and values are always in the paged cache, and
+        the engine chunks prompts by its own token budget. ``past_key_values`` of a returned dict is None.
 
         Raises:
-            ValueError: an ``attention_mask`` with holes, or right padding; and whatever transformers raises.
-            RuntimeError: a row failed while it ran; or a weight was replaced or moved since the engine was built.
+            ValueError: an ``attention_mask`` with holes or right padding; and errors of transformers.
+            RuntimeError: a row failed; or a weight was replaced or moved since the engine was built.
         """
         signature = inspect.signature(type(self.model).generate)
         call = signature.bind(self.model, *args, **kwargs).arguments
@@ -216,14 +215,14 @@ class PagedGeneration:
         return GenerationMixin.generate(self.model, **{**call, "custom_generate": decode}, **extra)
 
     def _call_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> str | None:
-        """The reason why the arguments alone send this call to transformers, or None."""
+        """The reason why the arguments alone require transformers' decoding, or None."""
         if self.model.training:
             return (
-                "the module is in train() mode, and the engine is for inference: call model.eval(), "
+                "the module is in train() mode, but the engine is for inference: call model.eval(), "
                 "and use torch.inference_mode()"
             )
         if self.original is not None or type(self.model).generate is not GenerationMixin.generate:
-            return f"{type(self.model).__name__} has a generate of its own"
+            return f"{type(self.model).__name__} overrides generate"
         for name in (
             "logits_processor",
             "prefix_allowed_tokens_fn",
@@ -235,26 +234,26 @@ class PagedGeneration:
         ):
             value = call.get(name)
             if value is not None and not (isinstance(value, list | bool) and not value):
-                return f"the engine does not take {name}"
+                return f"the engine does not support {name}"
         for name in ("inputs_embeds", "past_key_values", "cache"):
             if extra.get(name) is not None:
-                return f"the engine does not take {name}"
+                return f"the engine does not support {name}"
         return None
 
     def _config_reason(self, call: dict[str, Any], extra: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-        """The reason why the merged config sends this call to transformers, or None; and the kwargs to use.
+        """The reason why the merged config requires transformers' decoding, or None; and the kwargs to use.
 
-        Processors are not looked at here: :func:`plan_decoding` sees the very list that transformers builds.
+        Processors are not checked here: :func:`plan_decoding` gets the list that transformers builds.
         """
         given = {k: v for k, v in extra.items() if k not in ("tokenizer", "assistant_tokenizer", "trust_remote_code")}
         config, _ = self.model._prepare_generation_config(call.get("generation_config"), **given)
         mode = config.get_generation_mode(None)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-            return f"the engine does not do {mode.value.replace('_', ' ')}", extra
+            return f"the engine does not support {mode.value.replace('_', ' ')}", extra
         if config.token_healing:
-            return "the engine does not do token_healing", extra
+            return "the engine does not support token_healing", extra
         if config.cache_implementation not in (None, "dynamic"):
-            return f"cache_implementation={config.cache_implementation!r} is a cache of transformers", extra
+            return f"cache_implementation={config.cache_implementation!r} selects a transformers cache", extra
         if config.return_dict_in_generate:
             for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
                 if getattr(config, name, None):
@@ -271,7 +270,7 @@ class PagedGeneration:
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            message = f"model.generate runs on transformers, not paged: {reason}"
+            message = f"model.generate falls back to transformers' decoding, not paged: {reason}"
             warnings.warn(message, UserWarning, stacklevel=_level_of_caller())
 
 

@@ -1,4 +1,4 @@
-"""The offline engine: a model, its compiled program and its paged KV cache behind vLLM's names."""
+"""The offline engine: a model, its compiled program and its paged KV cache, with vLLM's API."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _LET_GO = ("_core", "engine", "limits", "program", "_weights")
-"""Attributes that an engine has until it is shut down."""
+"""Attributes that an engine loses when it is shut down."""
 
 
 class LLM(Engine):
     """Serves one causal LM: prompts in, tokens out, batched token by token.
 
-    Any number of threads may call it: they take turns, step by step, and their prompts share the batch. A call waits
-    for the step that is under way, not for the calls of others. It cannot be used in a process that was forked after
-    it was made (RuntimeError); make it there, or start the process with multiprocessing's ``"spawn"``.
+    Thread-safe: calls alternate step by step, and their prompts share the batch. A call waits for the running step,
+    not for other calls. A forked process cannot use it (RuntimeError); create it there, or start the process with
+    multiprocessing's ``"spawn"``.
 
     Args:
         model: a checkpoint folder, hub id or GGUF file, or a live transformers module in eval mode. A live module
             keeps its weights; one loaded here belongs to the engine.
-        tokenizer: a tokenizer, or where to load one; by default the checkpoint's. Without one, prompts are
+        tokenizer: a tokenizer, or a folder or hub id of one; by default the checkpoint's. Without one, prompts are
             token ids.
-        options: the keywords of the signature. ``dtype``, ``device``, ``generation_config``, ``trust_remote_code``
-            and ``gguf_file`` say how a model is loaded, see :class:`~torch_pagoda.options.LoadOptions`;
-            ``block_size`` to ``max_queue`` size the KV cache and steps and schedule them, see
+        options: the keyword arguments of the signature. ``dtype``, ``device``, ``generation_config``,
+        ``trust_remote_code`` and ``gguf_file`` control loading, see :class:`~torch_pagoda.options.LoadOptions`;
+            ``block_size`` to ``max_queue`` size the KV cache and schedule the steps, see
             :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`; the others and ``kv_cache_dtype`` are
-            the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` is by default true
-            for a model loaded here, and packed or rounded weights take the place of its own; a live module keeps its
-            own beside them.
+            the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` defaults to true for
+            a model loaded here, and packed or quantized weights replace its own; a live module keeps its own as well.
 
     Attributes:
         program: the compiled model.
         engine: the engine that runs it: this object.
         compile_report: what the compiler did, pass by pass.
         tokenizer: the tokenizer in use, or None.
-        recommended_params: what the generation config says of sampling, by the names in ``SamplingParams``.
+        recommended_params: sampling parameters of the generation config, by their names in ``SamplingParams``.
 
     Raises:
-        TypeError, ValueError: an argument that cannot be served, in one line that says what to do.
+        TypeError, ValueError: an unsupported argument, in one line with the remedy.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -114,15 +113,15 @@ class LLM(Engine):
         Args:
             messages: ``[{"role": "user", "content": "Hello"}, ...]``, or a list of such.
             sampling_params: as for :meth:`generate`.
-            chat_template: in place of the tokenizer's.
+            chat_template: replaces the tokenizer's.
             add_generation_prompt: end the prompt where the answer begins.
-            continue_final_message: go on with the last message; with ``add_generation_prompt=False``.
+            continue_final_message: continue the last message; with ``add_generation_prompt=False``.
             tools: functions that the model may call, as JSON schemas.
-            chat_template_kwargs: further variables of the template.
+            chat_template_kwargs: additional variables of the template.
             terms: ``priority``, ``client``, ``deadline``, ``cache_salt``, ``on_progress``, as for :meth:`generate`.
 
         Raises:
-            ValueError: there is no tokenizer or chat template, or it refuses a conversation, before any runs.
+            ValueError: there is no tokenizer or chat template, or it rejects a conversation, before any runs.
             TypeError, QueueFull, RuntimeError: as :meth:`generate`.
         """
         prompts = chat_prompts(
@@ -141,22 +140,22 @@ class LLM(Engine):
         """The tokenizer in use.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the model has none.
         """
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; pass tokenizer= to LLM")
         return self.tokenizer
 
     def check_weights(self) -> None:
-        """Compare the module with what was compiled; every call and every step does.
+        """Check the module against the compiled one; every call and every step does.
 
-        Weights that were written to in place are used as they are now: what the prefix cache holds of the former ones
-        is dropped, and requests under way are computed again from their tokens, those that they got so far included.
+        If weights were written to in place, the engine uses them as they are now: it drops prefix-cache entries of
+        the former ones, and recomputes running requests from their tokens, generated ones included.
 
         Raises:
             RuntimeError: a weight was replaced, moved, or written to after it was packed; or a live module changed
-                otherwise: an adapter, a hook, an attribute, a setting of its config, a submodule, a method, train().
-                Make a new ``LLM``; :func:`~torch_pagoda.compile`, called again, does.
+            otherwise: an adapter, a hook, an attribute, a setting of its config, a submodule, a method, train().
+                Create a new ``LLM``; :func:`~torch_pagoda.compile`, called again, does.
         """
         self.in_turn(partial(self._check_unchanged, fully=True))
 
@@ -173,8 +172,8 @@ class LLM(Engine):
     def shutdown(self) -> list[RequestOutput]:
         """Free the KV cache and the program, and the weights of a model that was loaded here.
 
-        What has not ended ends as cancelled. Any later use of the engine raises ``RuntimeError``; leaving ``with
-        LLM(...) as llm:`` does this, too.
+        Cancels unfinished requests. Any later use of the engine raises ``RuntimeError``; leaving ``with LLM(...) as
+        llm:`` does this, too.
 
         Returns:
             The last outputs of the requests of :meth:`submit`.
@@ -197,7 +196,7 @@ class LLM(Engine):
 
         def __getattr__(self, name: str) -> NoReturn:
             if name in _LET_GO:
-                raise RuntimeError(f"{self!r} takes no more calls; make a new one")
+                raise RuntimeError(f"{self!r} is closed; create a new one")
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __repr__(self) -> str:

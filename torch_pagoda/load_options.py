@@ -1,4 +1,4 @@
-"""Options of loading a model, which a command line reads without torch."""
+"""Options of loading a model, importable by the command line without torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Loading of a model, and what its checkpoint has a say in.
+    """Options of loading a model.
 
     Attributes:
         dtype: ``"auto"`` (the checkpoint's, or the live module's), ``"float32"``, ``"bfloat16"`` or ``"float16"``.
         device: ``"auto"`` (an NPU if torch_npu reports one, else the CPU), ``"cpu"`` or ``"npu"``.
-        generation_config: where the parameters of requests come from that bring none: ``"auto"``, the generation
-            config of the checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file.
-            Its temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and
-            ``do_sample=False`` as greedy. What ends a text is the model's own in any case.
+        generation_config: source of the parameters of requests without any: ``"auto"``, the generation config of the
+            checkpoint (or live module); ``"vllm"``, ``SamplingParams()``; or a folder with such a file. Its
+            temperature, top_k, top_p, min_p, repetition_penalty and max_new_tokens are read, and ``do_sample=False``
+            as greedy. End tokens are the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
-        gguf_file: the name of the GGUF file in the folder or repository that is meant, as transformers has it.
+        gguf_file: name of the GGUF file in the folder or repository, as in transformers.
 
     Raises:
-        ValueError: an unknown dtype or device, or an NPU that is not there.
+        ValueError: an unknown dtype or device, or an unavailable NPU.
     """
 
     dtype: str | torch.dtype = option("auto", "auto, float32, bfloat16 or float16.")

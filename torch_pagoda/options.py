@@ -1,4 +1,4 @@
-"""Keywords of the front door, and who of the loader, the engine and the compiler takes which."""
+"""Keyword arguments of the public API, divided among loader, engine and compiler."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .runtime.engine.engine_options import EngineOptions
 
 
 class ModelOptions(TypedDict, total=False):
-    """Keywords of :func:`~torch_pagoda.compile`, described in ``LoadOptions``, ``EngineOptions`` and
+    """Keyword arguments of :func:`~torch_pagoda.compile`, described in ``LoadOptions``, ``EngineOptions`` and
     ``CompileOptions``.
 
-    The list is there for type checkers and editors; it also says which fields of the three are public.
+    For type checkers and editors; it also defines which fields of the three are public.
     """
 
     dtype: str | torch.dtype
@@ -59,7 +59,7 @@ class ModelOptions(TypedDict, total=False):
 
 
 class LLMOptions(ModelOptions, total=False):
-    """Keywords of :class:`~torch_pagoda.LLM`: these, and what a checkpoint is loaded with."""
+    """Keyword arguments of :class:`~torch_pagoda.LLM`: these, and those for loading a checkpoint."""
 
     generation_config: str | os.PathLike[str]
     trust_remote_code: bool
@@ -67,7 +67,7 @@ class LLMOptions(ModelOptions, total=False):
 
 
 class UnknownOption(TypeError, ValueError):
-    """A keyword that there is not: the TypeError that Python raises, and the ValueError of a wrong option."""
+    """An unknown option: a TypeError, as Python raises it, and a ValueError."""
 
 
 _PARTS = (LoadOptions, EngineOptions, CompileOptions)
@@ -76,16 +76,16 @@ _PARTS = (LoadOptions, EngineOptions, CompileOptions)
 def split_options(
     options: Mapping[str, Any], *, owns_weights: bool, known: type = LLMOptions
 ) -> tuple[LoadOptions, EngineOptions, CompileOptions]:
-    """Deal keywords out to those who take them; nothing is loaded for it.
+    """Divide keyword arguments among loader, engine and compiler, without loading anything.
 
     Args:
         options: by name.
-        owns_weights: ``pack_weights`` where it is None: whether packed ones take the place of the model's own.
-        known: the ``TypedDict`` that names what may be given.
+        owns_weights: default of ``pack_weights``: whether packed weights replace the model's own.
+        known: the ``TypedDict`` of the allowed names.
 
     Raises:
-        UnknownOption: a name that is not among the known ones.
-        ValueError: a value that an option does not take, or that does not fit the others.
+        UnknownOption: an unknown name.
+        ValueError: an invalid value, or a conflict of options.
     """
     names = list(known.__annotations__)
     for name in options:
@@ -106,7 +106,7 @@ def split_options(
 
 
 def signature_with_options(init: Callable[..., None]) -> inspect.Signature:
-    """The signature of ``init``, without ``self``, with every keyword of ``LLMOptions`` in place of ``**options``.
+    """The signature of ``init``, without ``self``, with every keyword of ``LLMOptions`` instead of ``**options``.
 
     For ``__signature__`` of a class, which help() and notebooks show.
     """

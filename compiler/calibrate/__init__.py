@@ -1,4 +1,4 @@
-"""Rounding weights to 4 bits with the help of sample text."""
+"""Quantizes weights to 4 bits, calibrated on sample text."""
 
 from __future__ import annotations
 

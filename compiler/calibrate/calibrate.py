@@ -1,9 +1,9 @@
-"""Round a causal LM's weights to 4 bits with the help of sample text, layer by layer.
+"""Quantizes a causal LM's weights to 4 bits layer by layer, calibrated on sample text.
 
-Each layer is calibrated on what it will really read: hidden states that come out of the rounded layers before it. Its
-targets are the float model's, so that it also makes up for what those have lost: of the matrices ``v`` the one with
-the least ``|v x - w x*|``, with ``x`` from the rounded and ``x*`` from the float model, is ``w X C``, where ``X`` is
-the sum of ``x* x'`` and ``C`` the inverse of the sum of ``x x'``. That one is rounded (see ``grid.py``).
+Each layer is calibrated on its real inputs: hidden states from the quantized layers before it. Its targets are the
+float model's, so that it also compensates their errors: of all matrices ``v``, ``w X C`` has the least ``|v x - w
+x*|``, with ``x`` from the quantized and ``x*`` from the float model, where ``X`` is the sum of ``x* x'`` and ``C``
+the inverse of the sum of ``x x'``. That one is quantized (see ``grid.py``).
 """
 
 from __future__ import annotations
@@ -56,30 +56,29 @@ def calibrate(
     on_layer: Callable[[int, int], None] | None = None,
     on_matrix: Callable[[str, GridWeight], None] | None = None,
 ) -> list[CalibratedMatrix]:
-    """Put the matrices of the decoder layers on a 4-bit grid, in place.
+    """Quantize the matrices of the decoder layers to a 4-bit grid, in place.
 
-    The model stays an ordinary one, of its own dtype: its numbers are integers from -8 to 7 times the scale of
-    their group, up to the rounding of that dtype. ``quantization="int4"`` finds these integers again, for the
-    model's config records the grid (see ``recorded_grid.py``). Embeddings, norms, biases and the head are not
-    touched; nor are matrices outside of ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the
-    first batch does not reach.
+    The model keeps its dtype: its numbers are integers from -8 to 7 times the scale of their group, up to the
+    rounding of that dtype. ``quantization="int4"`` restores these integers, as the model's config records the grid
+    (see ``recorded_grid.py``). Embeddings, norms, biases and the head are unchanged; so are matrices outside of
+    ``nn.Linear`` and ``Conv1D``, such as stacked experts, and those that the first batch does not use.
 
     Args:
         model: in eval mode, in a float dtype.
-        windows: token ids of sample text, ``[N, L]`` int64. More tokens than a matrix has inputs are needed, and
-            better many times more.
+        windows: token ids of sample text, ``[N, L]`` int64. Use more tokens than a matrix has inputs, better many
+            times more.
         group_size: inputs that share a scale, a multiple of 64; 0: all.
-        batch_size: windows that are computed together.
-        on_layer: called with the number of layers that are done, and of all.
-        on_matrix: called with the name of each module and its numbers, which are then kept as they are: the scales
-            are of the model's dtype, and the config does not record the grid.
+        batch_size: windows per batch.
+        on_layer: called with the number of finished layers, and of all layers.
+        on_matrix: called with the name of each module and its numbers, which are then kept exactly: the scales have
+            the model's dtype, and the config does not record the grid.
 
     Returns:
-        Each rounded matrix, in the order of their use.
+        The result for each matrix, in the order of use.
 
     Raises:
-        ValueError: a group size that cannot be stored, windows that are not token ids, or a model that does not go
-            from layer to layer.
+        ValueError: an unsupported group size, windows that are not token ids, or a model whose layers are not a
+            sequence.
     """
     check_group_size(group_size)
     if windows.dim() != 2 or windows.dtype != torch.int64 or not windows.numel():

@@ -1,7 +1,7 @@
-"""Run a causal LM's decoder layers one at a time, over hidden states that are kept between them.
+"""Runs a causal LM's decoder layers one at a time, with the hidden states kept in between.
 
-Calibration needs the inputs of each linear layer as they are once all layers before it are rounded. Running the whole
-model for each would take the square of its depth.
+Calibration needs the inputs of each linear layer after all layers before it are quantized. Running the whole model
+for each layer would take time quadratic in its depth.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     _, layers = find_decoder_layers(model)
     if len(layers) != count:
         raise ValueError(
-            f"model is a {type(model).__name__} without a list of its {count} decoder layers, which calibration goes "
-            "through one by one; use it without calibration"
+            f"model is a {type(model).__name__} without a list of its {count} decoder layers, which calibration "
+            "needs; use it without calibration"
         )
     return list(layers)
 
@@ -80,8 +80,8 @@ def first_call(model: PreTrainedModel, layers: Sequence[nn.Module], ids: torch.T
         hidden = arguments[0] if arguments else named.pop("hidden_states", None)
         if not isinstance(hidden, torch.Tensor) or (last and hidden is not last[0]):
             raise ValueError(
-                f"model is a {type(model).__name__}, whose layer {len(others)} does not read what the one before "
-                "returned, so they cannot be calibrated one by one; use it without calibration"
+                f"model is a {type(model).__name__}, whose layer {len(others)} does not read the output of the "
+                "previous one, so they cannot be calibrated one by one; use it without calibration"
             )
         if not first:
             first.append(hidden)

@@ -1,14 +1,14 @@
-"""Round a matrix to 4 bits so that a layer's outputs change least, rather than its weights.
+"""Quantizes a matrix to 4 bits with the least change of a layer's outputs, rather than of its weights.
 
 A row ``w`` of the matrix becomes ``v = s q``: integers ``q`` from -8 to 7, and a scale ``s`` for each group of
 inputs. Over calibration inputs ``x`` the squared error of the output is ``(w - v) H (w - v)`` with ``H = sum x x'``.
 Three steps lower it:
 
-1. GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds one input after the other, those with the largest inputs
-   first, and moves the rounding error to the inputs that are still to come. Scales are fixed before.
+1. GPTQ (Frantar et al. 2022, arXiv:2210.17323) rounds one input after the other, those with the largest inputs first,
+and moves the rounding error to the remaining inputs. Scales are fixed before.
 2. With ``q`` fixed the error is quadratic in the scales: the best ones solve a small linear system for each row.
-3. With the scales fixed each number in turn moves to its best place, given all others (coordinate descent, as in
-   QuantEase, Behdin et al. 2023, arXiv:2309.01885).
+3. With the scales fixed, each number in turn moves to its best value, given all others (coordinate descent, as in
+QuantEase, Behdin et al. 2023, arXiv:2309.01885).
 
 The last two never raise the error and are repeated a few times.
 """

@@ -1,8 +1,7 @@
-"""The grid that calibrated weights lie on: kept in the model's config, taken when they are rounded again.
+"""The grid of calibrated weights: recorded in the model's config, used when they are quantized.
 
-``calibrate`` writes ``config.pagoda_grid = {"bits": 4, "group_size": 64}``, which transformers stores and loads as it
-does any attribute that it does not know. Groups of another size have other scales, so rounding to them would undo
-what calibration has won.
+``calibrate`` writes ``config.pagoda_grid = {"bits": 4, "group_size": 64}``, which transformers stores and loads like
+any unknown attribute. Groups of another size have other scales, so they would undo the calibration.
 """
 
 from __future__ import annotations
@@ -39,17 +38,17 @@ def on_recorded_grid(options: CompileOptions, config: Any) -> CompileOptions:
         return options
     size = _group_size(record)
     off_grid = f"but the weights lie on a {_BITS}-bit grid with group_size={size} ({GRID_KEY} in config.json)"
-    stale = "where they were trained since, take the entry out"
+    stale = "if they were trained since, remove the entry"
     scheme = options.weight_quantization
     assert scheme is not None
     if scheme.bits != _BITS:
         raise ValueError(
-            f"quantization={options.quantization!r} rounds to {scheme.bits} bits, {off_grid}; use 'int4' or "
-            f"'int4-weight-only', or the checkpoint that was calibrated; {stale}"
+            f"quantization={options.quantization!r} quantizes to {scheme.bits} bits, {off_grid}; use 'int4' or "
+            f"'int4-weight-only', or the original checkpoint; {stale}"
         )
     if options.group_size not in (None, size):
         raise ValueError(
-            f"group_size={options.group_size} was given, {off_grid}; leave group_size out, or run pagoda quantize "
+            f"group_size={options.group_size} was given, {off_grid}; omit group_size, or run pagoda quantize "
             f"with --group-size {options.group_size}; {stale}"
         )
     return replace(options, group_size=size)
@@ -57,13 +56,13 @@ def on_recorded_grid(options: CompileOptions, config: Any) -> CompileOptions:
 
 def _group_size(record: object) -> int:
     """The group size of a record that came from a file."""
-    wrong = f"{GRID_KEY}={repr(record)[:200]} in the model's config is not understood"
-    remedy = "; write the checkpoint again with pagoda quantize, or take the entry out"
+    wrong = f"{GRID_KEY}={repr(record)[:200]} in the model's config is invalid"
+    remedy = "; write the checkpoint again with pagoda quantize, or remove the entry"
     if not isinstance(record, dict) or set(record) != {"bits", "group_size"}:
-        raise ValueError(f"{wrong}: it has bits and group_size and nothing else{remedy}")
+        raise ValueError(f"{wrong}: it must have exactly bits and group_size{remedy}")
     bits, size = record["bits"], record["group_size"]
     if type(bits) is not int or bits != _BITS:
-        raise ValueError(f"{wrong}: bits is {_BITS}{remedy}")
+        raise ValueError(f"{wrong}: bits must be {_BITS}{remedy}")
     if type(size) is not int or not 0 <= size <= LARGEST_INPUTS or size % PANEL:
-        raise ValueError(f"{wrong}: group_size is a multiple of {PANEL} up to {LARGEST_INPUTS}, or 0{remedy}")
+        raise ValueError(f"{wrong}: group_size must be a multiple of {PANEL} up to {LARGEST_INPUTS}, or 0{remedy}")
     return size

@@ -1,1 +1,1 @@
-"""Tracing of a HuggingFace module, with what is read off it, and of its layers that are alike."""
+"""Captures a HuggingFace module as a graph: facts about it, tracing, and equal layers."""

@@ -1,4 +1,4 @@
-"""ATen graphs made of Dynamo's: few operators, no Python methods, no in-place writes but those into inputs."""
+"""Converts Dynamo graphs to ATen graphs: few operators, no Python methods, in-place writes into inputs only."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ...runtime.phases import phase
 def to_aten(traced: TracedGraph, context: TracingContext) -> TracedGraph:
     """The same computation over ATen and ``pagoda::`` operators, as AOTAutograd traces it for inference.
 
-    Nothing is decomposed that torch's dispatcher does not decompose by itself (``silu`` and ``layer_norm`` survive,
-    ``linear`` becomes views and a product). Placeholders keep their order and names. Operators that write into graph
-    inputs are called directly; no other writes are left.
+    Decomposes only what torch's dispatcher decomposes by itself (``silu`` and ``layer_norm`` stay, ``linear`` becomes
+    views and a product). Placeholders keep their order and names. Operators that write into graph inputs are called
+    directly; no other writes remain.
 
     Args:
-        traced: a graph of Dynamo's, with parameters as inputs; it is not changed.
-        context: the context that it was traced in.
+        traced: a Dynamo graph with parameters as inputs; not modified.
+        context: the context of the tracing.
     """
     traced.recompile()
     with tracing(context), torch.no_grad():
@@ -92,7 +92,7 @@ def _named_alike(gm: fx.GraphModule, source: TracedGraph) -> TracedGraph:
         node._rename(origin.name)
         node.target = origin.name
         if node.name != origin.name:
-            raise ValueError(f"a node of the ATen graph is called {origin.name} like a graph input")
+            raise ValueError(f"a node of the ATen graph has the name {origin.name} of a graph input")
         node.meta["example_value"] = value(origin)
         keep_roles(node, origin)
         node._dynamo_source = getattr(origin, "_dynamo_source", None)  # type: ignore[attr-defined]

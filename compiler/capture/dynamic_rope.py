@@ -1,7 +1,7 @@
-"""Rotary tables of dynamic NTK scaling, while a model is traced.
+"""Replaces dynamic NTK scaling of rotary tables while a model is traced.
 
-Frequencies change once a sequence is longer than ``max_position_embeddings``, which is where a program's sequences
-end: all of them read the plain table.
+Frequencies change once a sequence exceeds ``max_position_embeddings``, the maximum of a program's sequences: all of
+them read the plain table.
 """
 
 from __future__ import annotations

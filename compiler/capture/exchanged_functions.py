@@ -1,7 +1,7 @@
-"""Functions of torch's that a program put others in the place of, as graphs of Dynamo's call them.
+"""Handles torch functions that a program has replaced, in Dynamo's graphs.
 
-Dynamo traces what stands in the place, down to the function that it stands for. But a graph names torch's functions
-by their places, and some of them look themselves up there: run, it would call the program's once more.
+Dynamo traces through a replacement down to the original function. But a graph calls torch's functions by name, and
+some look themselves up by name: at run time the program's replacement would be called again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counterparts, of our operators, of the functions that kernel packages offer, and samples to compare them by.
+"""Our counterparts of kernel packages' functions, and samples to compare them.
 
 Each takes the arguments of transformers' own function of that name, for one sequence and without a cache.
 """
@@ -38,7 +38,7 @@ class Counterpart:
 def _refuse(name: str, **given: Any) -> None:
     for argument, value in given.items():
         if value is not None and value is not False:
-            raise NotImplementedError(f"{name} with {argument} has no counterpart in a flat step")
+            raise NotImplementedError(f"{name} with {argument} is not supported in a flat step")
 
 
 def _causal_conv1d(

@@ -1,10 +1,10 @@
-"""The functions that transformers offers to kernel packages, traced as operators that a graph can keep state for.
+"""Traces functions of kernel packages in transformers as operators with state.
 
-transformers names its convolutions and recurrences as ``causal_conv1d``, ``fla`` and ``mamba_ssm`` do, and lets these
-packages, or its own loops over chunks, stand behind the names (``use_kernel_func_from_hub_with_fallback``). A loop is
-unrolled for the number of tokens that a graph is traced with, so the loops are not traced: while a model is captured,
-its modules see counterparts of ours under these names. Before that, each function of theirs is compared with its
-counterpart, on random numbers: one that was changed is refused.
+transformers names its convolutions and recurrences as ``causal_conv1d``, ``fla`` and ``mamba_ssm`` do, and implements
+them with these packages or its own loops over chunks (``use_kernel_func_from_hub_with_fallback``). A loop would be
+unrolled for the traced number of tokens, so it is not traced: during capture, the model's modules see our
+counterparts under these names. First, each of transformers' functions is compared with its counterpart on random
+numbers; a modified one is rejected.
 """
 
 from __future__ import annotations
@@ -124,19 +124,19 @@ def _replacement(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
     if tuple(p.name for p in named) != known.parameters:
         raise UnsupportedModel(
             f"transformers' {name} in {own.__module__} takes ({', '.join(p.name for p in named)}), not "
-            f"({', '.join(known.parameters)}); use a version of transformers that was tested"
+            f"({', '.join(known.parameters)}); use a tested version of transformers"
         )
     if reason := _difference(known, own):
         raise UnsupportedModel(
-            f"transformers' {name} in {own.__module__} does not compute what its name says: {reason}; use a version "
-            "of transformers that was tested"
+            f"transformers' {name} in {own.__module__} does not compute what its name says: {reason}; use a "
+            "tested version of transformers"
         )
     return known.traced
 
 
 def _never_called(name: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError(f"{name} has no counterpart in a graph without a cache")
+        raise NotImplementedError(f"{name} is not supported in a graph without a cache")
 
     return refuse
 
@@ -150,11 +150,11 @@ def _difference(known: Counterpart, own: Callable[..., Any]) -> str:
             with torch.no_grad():
                 expected = _first(own(**arguments))
         except Exception as error:
-            return f"at {length} tokens it fails: {first_line(error)}"
+            return f"it fails at {length} tokens: {first_line(error)}"
         got = _first(known.traced(**arguments))
         if got.shape != expected.shape or got.dtype is not expected.dtype:
             return (
-                f"at {length} tokens it yields {tuple(expected.shape)} {expected.dtype}, "
+                f"at {length} tokens it returns {tuple(expected.shape)} {expected.dtype}, "
                 f"not {tuple(got.shape)} {got.dtype}"
             )
         distance = float((got.double() - expected.double()).abs().max() / expected.double().std())

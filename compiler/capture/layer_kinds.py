@@ -1,4 +1,4 @@
-"""The decoder layers of a model, and which of them are alike as modules."""
+"""Finds the decoder layers of a model, and which of them are equal as modules."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Compile a few decoder layers and repeat the last of them: compile time that does not grow with depth.
+"""Compiles a few decoder layers and repeats the last of them, so that compile time does not grow with depth.
 
-Layers of transformers' models that are alike as modules (see ``layer_kinds``) are traced and rewritten once. The
+Layers of transformers' models that are equal as modules (see ``layer_kinds``) are traced and rewritten once. The
 model is captured with the first ``kept`` layers only; in its rewritten graph the parts of the layers are compared
-node by node, and the last part is repeated over the parameters of the layers that were left out. Where two compiled
-layers differ in the graph, or the logits of the unrolled graph are not those of the whole model, everything is
-compiled again with all layers.
+node by node, and the last part is repeated over the parameters of the other layers. If two compiled layers differ in
+the graph, or the logits of the unrolled graph differ from the whole model's, everything is recompiled with all
+layers.
 
-Code from elsewhere may treat layers differently by their index, such as "the upper half looks back over 4096 tokens",
-where no compared sequence shows it. So models with such code are compiled with all their layers.
+Custom code may treat layers differently by index, such as "the upper half looks back over 4096 tokens", which no
+compared sequence would show. So models with such code are compiled with all their layers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KNOWN_CODE = ("torch.", "transformers.", __package__.split(".")[0] + ".")
 
 
 class CannotRepeat(Exception):
-    """The layers are not alike, or may not be. The message says where."""
+    """The layers are not equal, or may not be. The message says where."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class LayerRepeat:
             _check_code(model)
             periods = _periods(layer_kinds(model, layers))
         except (CannotIdentify, CannotRepeat) as error:
-            log.info("all %d layers of %s are compiled: %s", total, type(model).__name__, error)
+            log.info("compiling all %d layers of %s: %s", total, type(model).__name__, error)
             return None
         return None if periods is None else cls(model, path, total, *periods)
 
@@ -116,11 +116,11 @@ def _check_code(model: nn.Module) -> None:
     for config in configs(model):
         chosen = getattr(config, "_attn_implementation", None)
         if isinstance(chosen, str) and not _is_known(ALL_ATTENTION_FUNCTIONS.get(chosen, None)):
-            raise CannotRepeat(f"attn_implementation={chosen!r} is code that is not transformers'")
+            raise CannotRepeat(f"attn_implementation={chosen!r} is not transformers' code")
     for name, module in model.named_modules():
         hooked = module._forward_hooks or module._forward_pre_hooks
         if hooked or not _is_known(vars(module).get("forward", type(module).forward)):
-            raise CannotRepeat(f"{name or type(module).__name__} runs code that is not transformers'")
+            raise CannotRepeat(f"{name or type(module).__name__} runs code other than transformers'")
 
 
 def _is_known(function: Any) -> bool:

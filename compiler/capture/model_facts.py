@@ -1,4 +1,4 @@
-"""Facts that are read off a model without running it."""
+"""Facts about a model that need no run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make constants of the numbers that ``torch.compile(dynamic=True)`` turns into graph inputs."""
+"""Makes constants of numbers that ``torch.compile(dynamic=True)`` turns into graph inputs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...passes.graph.fx_nodes import value
 
 
 def recover_module_scalars(gm: fx.GraphModule) -> None:
-    """Have Dynamo trace anew if floats that modules own came as graph inputs; they are constants then.
+    """Have Dynamo retrace if floats of modules are graph inputs; then they become constants.
 
-    With ``dynamic=True`` every Python float is a graph input, an RMSNorm's eps and an attention's scale too, and no
-    pass could tell what they are. A module's attribute hardly ever changes, and Dynamo guards the constant: if it
-    does change, the graph is compiled again. Floats that the caller passes, such as a temperature, stay inputs.
+    With ``dynamic=True`` every Python float is a graph input, including an RMSNorm's eps and an attention's scale,
+    which passes need to know. A module's attribute hardly ever changes, and Dynamo guards the constant: a change
+    recompiles the graph. Floats that the caller passes, such as a temperature, stay inputs.
 
-    This is how PyTorch itself specializes the floats that it cannot turn into tensors, only earlier: otherwise
-    AOTAutograd asks for the same restart after the passes have run.
+    PyTorch itself specializes floats that it cannot turn into tensors in this way, only later: AOTAutograd would
+    request the restart after the passes have run.
 
     Args:
         gm: Dynamo's graph.

@@ -1,4 +1,4 @@
-"""Buffers that a forward assigns anew (``self.table = self.table.to(x.dtype)``), while a model is traced."""
+"""Handles buffers that a forward reassigns (``self.table = self.table.to(x.dtype)``) while a model is traced."""
 
 from __future__ import annotations
 

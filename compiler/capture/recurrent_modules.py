@@ -1,10 +1,10 @@
-"""Modules whose forward spells a recurrence out in a loop, traced as operators that a graph can keep state for.
+"""Traces modules with a recurrence in a loop as operators with state.
 
-A loop over blocks of tokens is unrolled for the number of tokens that a graph is traced with, so that the graph would
-be wrong for more. Where no kernel function stands behind it (see ``kernel_functions``), the module's whole forward is
-replaced while a model is captured. Before that, its own forward is compared with what stands in its place: over the
-module's own buffers, with random numbers for what its projections yield, at lengths within a block and beyond two.
-A module that was changed, or whose buffers say something else, is refused.
+A loop over blocks of tokens would be unrolled for the traced number of tokens, and the graph would be wrong for more.
+Without a kernel function (see ``kernel_functions``), the module's whole forward is replaced during capture. First,
+the original forward is compared with the replacement: over the module's own buffers, with random numbers as outputs
+of its projections, at lengths within a block and beyond two. A modified module, or one with other buffers, is
+rejected.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def check_recurrent_modules(model: nn.Module) -> None:
             continue
         if reason := _difference(known, module):
             raise UnsupportedModel(
-                f"{name} ({type(module).__name__}) does not compute what its class says: {reason}; use a version of "
-                "transformers that was tested, and a checkpoint whose buffers are those of its configuration"
+                f"{name} ({type(module).__name__}) does not compute what its class says: {reason}; use a tested "
+                "version of transformers, and a checkpoint whose buffers match its configuration"
             )
 
 
@@ -118,12 +118,12 @@ def _check_form(known: RecurrentModule, module: nn.Module) -> None:
     if tuple(named) != known.parameters:
         raise UnsupportedModel(
             f"{cls.__name__} in {cls.__module__} takes ({', '.join(named)}), not ({', '.join(known.parameters)}); "
-            "use a version of transformers that was tested"
+            "use a tested version of transformers"
         )
     missing = [name for name in known.attributes if not hasattr(module, name)]
     if missing:
         raise UnsupportedModel(
-            f"{cls.__name__} in {cls.__module__} has no {missing[0]}; use a version of transformers that was tested"
+            f"{cls.__name__} in {cls.__module__} has no {missing[0]}; use a tested version of transformers"
         )
 
 
@@ -139,11 +139,11 @@ def _difference(known: RecurrentModule, module: nn.Module) -> str:
             try:
                 expected = _first(type(module).forward(probe, **arguments))
             except Exception as error:
-                return f"at {length} tokens it fails: {first_line(error)}"
+                return f"it fails at {length} tokens: {first_line(error)}"
             got = _first(known.traced(probe, **arguments))
         if got.shape != expected.shape or got.dtype is not expected.dtype:
             return (
-                f"at {length} tokens it yields {tuple(expected.shape)} {expected.dtype}, "
+                f"at {length} tokens it returns {tuple(expected.shape)} {expected.dtype}, "
                 f"not {tuple(got.shape)} {got.dtype}"
             )
         distance = float((got.double() - expected.double()).abs().max() / expected.double().std())
@@ -192,7 +192,7 @@ def _lightning_attention(
     + v kᵀ``, ``o = S q`` (lightning attention, Qin et al. 2024)."""
     for name, given in (("attention_mask", attention_mask), ("past_key_values", past_key_values)):
         if given is not None:
-            raise NotImplementedError(f"{type(self).__name__} with {name} has no counterpart in a flat step")
+            raise NotImplementedError(f"{type(self).__name__} with {name} is not supported in a flat step")
     batch, tokens = hidden_states.shape[:2]
     heads, dim = self.num_attention_heads, self.head_dim
     joined = self.act_fn(self.qkv_proj(hidden_states)).reshape(batch, tokens, heads, 3 * dim)

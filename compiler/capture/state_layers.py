@@ -1,4 +1,4 @@
-"""A check, before anything is traced or loaded, that a model keeps state which no operator of ours stands for."""
+"""Checks, before tracing or loading, whether a model keeps state that no operator supports."""
 
 from __future__ import annotations
 

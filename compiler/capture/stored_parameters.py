@@ -1,4 +1,4 @@
-"""Parameters that are stored weights: what stands for them while a model is traced, and making them ordinary."""
+"""Parameters that are quantized weights: placeholders for tracing, and conversion to floats."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def capture(model: nn.Module) -> Captured:
             f"{type(model).__name__} cannot be traced into one graph: {first_line(error)}{_of_rope(model)}"
         ) from error
     if "gm" not in caught:
-        raise UnsupportedModel(f"{type(model).__name__} does nothing that can be traced")
+        raise UnsupportedModel(f"{type(model).__name__} has no operators to trace")
     inputs = [standing.get(id(given), given) for given in caught["inputs"]]
     traced = _traced_graph(model, caught["gm"], inputs, input_ids, positions)
     _check_guards(model, traced, tokens, lambda length: step(*first_tokens(length, device)))
@@ -119,8 +119,8 @@ def _of_rope(model: nn.Module) -> str:
         return ""
     stated = ", ".join(map(repr, kinds))
     return (
-        f" (its config's rope_type is {stated}: if its table depends on the length of a sequence, take rope_scaling "
-        "out of config.json for sequences of the original length)"
+        f" (its config's rope_type is {stated}: if its table depends on the sequence length, remove rope_scaling "
+        "from config.json for sequences of the original length)"
     )
 
 
@@ -168,7 +168,9 @@ def _traced_graph(
     logits = [n for n in traced.output.args[0] if callee(n) == "clone"]  # type: ignore[union-attr]
     if len(logits) != 1 or len(shape(logits[0])) != 3:
         shapes = [tuple(shape(n)) for n in logits]
-        raise UnsupportedModel(f"{type(model).__name__} yields logits of shapes {shapes}, not one [1, T, vocab]")
+        raise UnsupportedModel(
+            f"{type(model).__name__} returns logits of shapes {shapes} instead of one [1, T, vocab]"
+        )
     clone = logits[0]
     traced.output.args = ((clone.args[0],),)
     return traced
@@ -208,8 +210,8 @@ def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Calla
         for length in sorted(n for n in longer if tokens < n < limit):
             if guard.expr.subs({traced.token_symbol: length}) == sympy.false and _succeeds(run, length):
                 raise UnsupportedModel(
-                    f"{type(model).__name__} takes another path at {length} tokens than at the {tokens} that it is "
-                    f"traced with ({guard.expr} is false there); one graph cannot stand for both"
+                    f"{type(model).__name__} takes another path at {length} tokens than at the traced {tokens} "
+                    f"({guard.expr} is false there); one graph cannot represent both"
                 )
 
 

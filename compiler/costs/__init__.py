@@ -1,1 +1,1 @@
-"""Estimates from shapes and configurations: bytes moved, operations, live memory, and what serving a model takes."""
+"""Estimates from shapes and configurations: bytes moved, operations, live memory, and memory for serving."""

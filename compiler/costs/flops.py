@@ -1,4 +1,4 @@
-"""Floating-point operations that the products and the attention of a graph do."""
+"""Floating-point operations of a graph's matrix products and attention."""
 
 from __future__ import annotations
 

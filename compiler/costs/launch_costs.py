@@ -24,7 +24,7 @@ def launch_costs(traced: TracedGraph, chip: Chip, step: Step) -> dict[fx.Node, C
     """
     reason = why_not_planned(chip, chip.name)
     if reason or chip.bandwidth is None or chip.peak is None:
-        raise ValueError(f"chip: {reason}; leave schedules off")
+        raise ValueError(f"chip: {reason}; omit schedule")
     costs = {}
     for node in traced.graph.nodes:
         if launches_work(node):
@@ -43,7 +43,7 @@ def launch_costs(traced: TracedGraph, chip: Chip, step: Step) -> dict[fx.Node, C
 def why_not_planned(chip: Chip | None, soc: str) -> str:
     """The reason why no schedule is planned for a chip, or ""."""
     if chip is None:
-        return f"no figures of {soc} are published"
+        return f"no published figures for {soc}"
     missing = [
         name
         for name, known in (
@@ -53,4 +53,4 @@ def why_not_planned(chip: Chip | None, soc: str) -> str:
         )
         if known is None
     ]
-    return f"of {soc} no source gives {', '.join(missing)}" if missing else ""
+    return f"no source gives {', '.join(missing)} of {soc}" if missing else ""

@@ -1,4 +1,4 @@
-"""Memory that the tensors of a step take at once, from the shapes in its graph."""
+"""Peak memory of the tensors of a step, from the shapes in its graph."""
 
 from __future__ import annotations
 

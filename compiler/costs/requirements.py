@@ -1,4 +1,4 @@
-"""The memory that a model needs, from its configuration alone: weights, caches, and an estimate of activations."""
+"""Memory requirements of a model from its configuration alone: weights, caches, and an estimate of activations."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _whole(kind: Any, config: Any, dtype: torch.dtype, skeleton: nn.Module) -> n
         with torch.device("meta"):
             model: nn.Module = kind._from_config(copy.deepcopy(config), dtype=dtype)
     except Exception as error:  # a model that computes with its buffers while it is built
-        logger.info("not built on the meta device: %s", error)
+        logger.info("could not build on the meta device: %s", error)
         return skeleton
     model.tie_weights()  # type: ignore[operator]
     return model

@@ -1,4 +1,4 @@
-"""Schedules of decode steps that a user asked for, planned from shapes and a chip's published figures."""
+"""Plans requested schedules of decode steps from shapes and a chip's published figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: Compil
         else:
             record, kernels = schedule_super_kernels(traced, branches)
             report.passes.append(record)
-            log.info("%d runs of launches of decode steps are for super kernels", len(kernels))
+            log.info("planned %d super kernels for decode steps", len(kernels))
 
 
 def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, report: CompileReport) -> list[Branch]:
@@ -60,7 +60,7 @@ def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, re
     if "streams" in asked:
         record, branches = schedule_branches(traced, costs)
         report.passes.append(record)
-        log.info("%d branches of decode steps are for a second stream", len(branches))
+        log.info("planned %d branches of decode steps for a second stream", len(branches))
     if "prefetch" in asked:
         reason = why_not_fetched(known, traced.npu.soc)
         if reason:
@@ -68,7 +68,7 @@ def _annotate_planned(traced: TracedGraph, asked: Sequence[str], known: Chip, re
         else:
             record, fetches = schedule_prefetch(traced, costs, l2_cache(known), branches)
             report.passes.append(record)
-            log.info("%d weights are fetched before decode steps read them", len(fetches))
+            log.info("planned early fetches of %d weights in decode steps", len(fetches))
     return branches
 
 
@@ -76,14 +76,14 @@ def why_no_super_kernels(soc: str) -> str:
     """The reason why no super kernel is planned for a SoC, or ""."""
     if NpuTarget(soc).product in SUPER_KERNEL_PRODUCTS:
         return ""
-    return f"super kernels are documented for {SUPER_KERNEL_CHIPS}, and not for {soc}"
+    return f"super kernels are documented for {SUPER_KERNEL_CHIPS}, not for {soc}"
 
 
 def why_not_fetched(chip: Chip | None, soc: str) -> str:
     """The reason why no fetch of a weight is planned for a chip, or ""."""
     reason = why_not_planned(chip, soc)
     if not reason and chip is not None and chip.l2 is None:
-        reason = f"of {soc} no source gives the size of its L2 cache"
+        reason = f"no source gives the L2 cache size of {soc}"
     return reason
 
 
@@ -95,5 +95,5 @@ def l2_cache(chip: Chip) -> L2Cache:
     """
     reason = why_not_fetched(chip, chip.name)
     if reason or chip.l2 is None or chip.l2_bandwidth is None or chip.bandwidth is None:
-        raise ValueError(f"chip: {reason}; leave schedule['prefetch'] off")
+        raise ValueError(f"chip: {reason}; omit schedule['prefetch']")
     return L2Cache(chip.l2, chip.l2_bandwidth, chip.bandwidth)

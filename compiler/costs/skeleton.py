@@ -84,7 +84,7 @@ def _kinds(kind: Any, config: Any) -> list[str]:
         with torch.device("meta"):
             model = kind._from_config(copy.deepcopy(config))
     except Exception as error:  # a model that computes with its buffers while it is built
-        logger.info("not built on the meta device, all %d layers are taken: %s", depth, error)
+        logger.info("could not build on the meta device, using all %d layers: %s", depth, error)
         return []
     _, layers = find_decoder_layers(model)
     if len(layers) != depth:
@@ -92,7 +92,7 @@ def _kinds(kind: Any, config: Any) -> list[str]:
     try:
         return layer_kinds(model, layers, any_depth=True)
     except CannotIdentify as error:
-        logger.info("all %d layers are taken: %s", depth, error)
+        logger.info("using all %d layers: %s", depth, error)
         return []
 
 

@@ -1,1 +1,1 @@
-"""The link of a rewritten graph with what its inputs receive: a Program, whose weights get packed."""
+"""Links a rewritten graph with its inputs to a Program, and packs its weights."""

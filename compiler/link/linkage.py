@@ -1,4 +1,4 @@
-"""The things that a program's graph is linked to: plain data, kept without the graph's fake values."""
+"""The inputs of a program's graph as plain data, without the graph's fake values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Link a compiled graph to its weights, caches and step metadata: the Program that the runtime drives."""
+"""Links a compiled graph to its weights, caches and step metadata: the Program that the runtime runs."""
 
 from __future__ import annotations
 
@@ -129,8 +129,8 @@ class LinkedProgram:
         most = min(max_num_batched_tokens, max_model_len)
         if self._in_chunks and most > MOST_CHUNKED_TOKENS:
             raise ValueError(
-                f"max_num_batched_tokens={max_num_batched_tokens}: the recurrences of this program take at most "
-                f"{MOST_CHUNKED_TOKENS} tokens of a sequence in one step; lower it to {MOST_CHUNKED_TOKENS}"
+                f"max_num_batched_tokens={max_num_batched_tokens}: the recurrences of this program support at "
+                f"most {MOST_CHUNKED_TOKENS} tokens of a sequence per step; lower it to {MOST_CHUNKED_TOKENS}"
             )
         if self._route is None:
             return 0
@@ -334,10 +334,10 @@ def check_all_write(step: StepMetadata) -> None:
         ValueError: a sequence without tokens, or without a slot to write.
     """
     if step.state_read is None or step.state_write is None:
-        raise ValueError("the model keeps state; give state_read and state_write")
+        raise ValueError("the model has recurrent state; give state_read and state_write")
     if bool((step.state_write < 0).any()) or bool((step.query_start_loc.diff() < 1).any()):
         raise ValueError(
-            "a program for an NPU writes the state of every sequence; give each a token at least and, in "
+            "a program for an NPU writes the state of every sequence; give each at least one token and, in "
             "state_write, a slot"
         )
 

@@ -1,4 +1,4 @@
-"""Compare a rounded weight with the plain one, and products with it with what its numbers say."""
+"""Compares a quantized weight with the original, and products with its numbers."""
 
 from __future__ import annotations
 
@@ -61,6 +61,6 @@ def check_rounded_weight(name: str, weight: torch.Tensor, packed: torch.Tensor, 
         if off.any() or not error <= 0.02:
             what = f"{int(off.sum())} entries" if off.any() else f"products, by {float(error):.2g} of the largest,"
             raise UnsupportedModel(
-                f"{what} of the weight {name!r} are wrong when it is rounded to {scheme.bits} bits; please report "
-                "it. verify='off' serves it regardless"
+                f"{what} of the weight {name!r} are wrong after quantization to {scheme.bits} bits; please report "
+                "it. verify='off' skips this check"
             )

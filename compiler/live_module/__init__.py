@@ -1,1 +1,1 @@
-"""Modules that were compiled, as they are in memory: what they hold and read, and whether that has changed."""
+"""Compiled modules in memory: their contents, what forward reads, and changes."""

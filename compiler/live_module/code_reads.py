@@ -1,4 +1,4 @@
-"""Names in code: globals and attributes, modules that it imports, and whether it computes names."""
+"""Names in code: globals and attributes, imported modules, and whether it computes names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A digest of values of all kinds and of modules: equal ones have equal digests, in every process.
+"""Digests of values of all kinds and of modules, equal in every process for equal values.
 
-Code counts as it is in memory. What it reads besides its arguments is not followed: see ``identity``.
+Code counts as it is in memory. What it reads in addition to its arguments is not followed: see ``identity``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _UNTOLD_ITEMS = {
 
 
 class CannotIdentify(Exception):
-    """The module holds something whose content cannot be told. The message says what."""
+    """The module contains something that cannot be described. The message names it."""
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """What a model's ``forward`` can read: names of attributes, and entries of Python modules.
 
-Code is followed by name: from ``forward`` and what Python calls by itself, to the functions and classes that it names
-and to the methods of a name of every class that was met, in transformers' files, too. That is more than a call reads,
-never less. Where code computes the names that it reads, every name counts; in transformers' models, which put names
-together (``f"{layer_type}_inv_freq"``), those with a part of it.
+Code is followed by name: from ``forward`` and what Python calls implicitly, to the functions and classes that it
+names and to the methods of that name in every class found, also in transformers' files. That is a superset of what a
+call reads. If code computes the names that it reads, every name counts; in transformers' models, which concatenate
+names (``f"{layer_type}_inv_freq"``), those with a matching part.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names of the installed framework's code: torch, transformers, numpy, the standard library and this package.
 
-It is known by its versions. Models of transformers are not: they are what is compiled.
+The framework is identified by its versions. transformers' models are not part of it: they are compiled.
 """
 
 from __future__ import annotations

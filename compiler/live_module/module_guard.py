@@ -1,7 +1,7 @@
-"""Notice when a live module is no longer what its program was compiled from, other than in its weights.
+"""Detects changes of a live module since its compilation, other than in its weights.
 
-A program does what the module did when it was traced. An adapter that is switched off or rescaled, a hook, another
-``forward``, an attribute or a setting of the config that has changed would be ignored without a word.
+A program does what the module did when it was traced. It would silently ignore an adapter switched off or rescaled, a
+hook, another ``forward``, or a changed attribute or config setting.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOOKS_WITHOUT_EFFECT = frozenset(
 """Package and name of functions that libraries leave behind as hooks."""
 _LITERALS = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _HEAP_TYPE = 1 << 9
-_REMEDY = "compile it again"
+_REMEDY = "recompile it"
 _MISSING = object()
 
 

@@ -124,7 +124,7 @@ class _Windows:
         reason = "" if error <= limit else reason
         for name, nearer in self._nearer.items():
             if not reason and not nearer:
-                reason = f"no row tells the window from one {name}"
+                reason = f"no row distinguishes the window from one {name}"
             if not reason and sum(nearer) > _MOST_NEARER * len(nearer):
                 reason = f"{sum(nearer)} of {len(nearer)} rows are those of a window {name}"
         return Verdict(not reason, max(self._right), limit, len(self._right), reason)

@@ -20,7 +20,7 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
     keeps_state = has_state(traced.caches)
     if traced.npu is not None and any(PagedAttentionCall.of(n).relative_bias for n in paged_attention_nodes(traced)):
         raise UnsupportedModel(
-            f"{report.model} adds a bias by distance to attention scores, which is not lowered for an Ascend NPU "
+            f"{report.model} adds a bias by distance to attention scores, which Ascend NPUs do not support "
             "yet; use target='cpu'"
         )
     report.attention_recognized = len(list(paged_attention_nodes(traced)))
@@ -35,7 +35,7 @@ def check_paging(traced: TracedGraph, report: CompileReport) -> None:
         raise UnsupportedModel(f"{report.model} has no attention that a pass recognizes{why}")
     found = mixers(traced)
     if found:
-        raise UnsupportedModel(f"{report.model} cannot run many sequences in one step: {rejection_line(found[0])}")
+        raise UnsupportedModel(f"{report.model} cannot run several sequences in one step: {rejection_line(found[0])}")
 
 
 def _left_over(traced: TracedGraph, report: CompileReport) -> list[str]:

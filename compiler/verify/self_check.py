@@ -143,9 +143,9 @@ def _not_finite(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if not parameter.isfinite().all():
             what = "NaN" if parameter.isnan().any() else "an infinity"
-            return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, get them again"
+            return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, download them again"
     return (
-        f"{type(model).__name__} itself yields logits that are NaN or infinite, from finite weights; "
+        f"{type(model).__name__} itself returns NaN or infinite logits from finite weights; "
         "use dtype='float32' or 'bfloat16'"
     )
 
@@ -215,7 +215,7 @@ def judge(compared: Iterable[tuple[int, torch.Tensor, torch.Tensor]], reference:
             errors.setdefault(group, []).extend(row_errors(logits, expected).tolist())
     except Exception as error:
         raise_if_lost(error)
-        return Verdict(False, float("inf"), tolerance, 0, f"the program fails: {first_line(error)}")
+        return Verdict(False, float("inf"), tolerance, 0, f"the program failed: {first_line(error)}")
     judged = max(typical(group, share) for group in errors.values())
     reason = f"logits differ from the model's by {judged:.3g} standard deviations (limit {tolerance:.3g})"
     reason = "" if judged <= tolerance else reason

@@ -89,7 +89,7 @@ class ProgramStore:
         except FileNotFoundError:
             return None
         except Exception as error:  # damaged, not ours, or not readable
-            log.warning("the stored program %s is not used (%s); compiling again", path, error)
+            log.warning("not using the stored program %s (%s); recompiling", path, error)
             return None
         with suppress(OSError):  # of a folder that is only read
             os.utime(path)  # used now: the last to be pruned
@@ -114,7 +114,7 @@ class ProgramStore:
                 raise
             self._prune()
         except OSError as error:
-            log.warning("the program cannot be kept for later starts: %s", error)
+            log.warning("cannot store the program for later starts: %s", error)
 
     def discard(self, key: str) -> None:
         """Forget what is kept under ``key``."""

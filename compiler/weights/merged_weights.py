@@ -154,7 +154,7 @@ class AddedArguments:
             if arguments[i].data_ptr() != address:
                 raise RuntimeError(
                     f"{name!r} was replaced or moved after the model was compiled (.to(), "
-                    "load_state_dict(assign=True), an adapter); compile it again (torch.compiler.reset())"
+                    "load_state_dict(assign=True), an adapter); recompile it (torch.compiler.reset())"
                 )
 
 

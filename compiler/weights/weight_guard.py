@@ -59,7 +59,7 @@ class WeightGuard:
                 name = next((name for name, other in _tensors(self._model) if other is tensor), "a tensor")
                 raise RuntimeError(
                     f"{name!r} of {type(self._model).__name__} was written to after the model was compiled, and the "
-                    "program holds a packed copy of it or constants computed from it; compile the model again"
+                    "program has a packed copy of it or constants computed from it; recompile the model"
                 )
 
     def _check_places(self) -> None:
@@ -68,7 +68,7 @@ class WeightGuard:
             changed = next(name for name in {**self._known, **now} if now.get(name) != self._known.get(name))
             raise RuntimeError(
                 f"{changed!r} of {type(self._model).__name__} was replaced or moved after the model was compiled "
-                "(.to(), load_state_dict(assign=True), an adapter); compile it again"
+                "(.to(), load_state_dict(assign=True), an adapter); recompile it"
             )
 
     def written_since_last_time(self) -> bool:

@@ -1,1 +1,1 @@
-"""The instruments of the passes: the traced graph, its nodes, regions and values."""
+"""Building blocks of the passes: the traced graph, its nodes, regions and values."""

@@ -1,4 +1,4 @@
-"""Notes on nodes that tracing a graph again hands on to the nodes that it makes: ``node.meta["custom"]``.
+"""Notes on nodes that retracing a graph copies to the new nodes: ``node.meta["custom"]``.
 
 Copies of a graph share the dictionaries, so a change makes a new one.
 """

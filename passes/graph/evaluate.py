@@ -1,4 +1,4 @@
-"""Run a part of a traced graph for real, at a chosen number of tokens.
+"""Runs a part of a traced graph with real values, at a chosen number of tokens.
 
 Masks and head layouts are not guessed from how they are spelled: they are run on a few tokens and looked at.
 """

@@ -1,4 +1,4 @@
-"""Questions that every pass asks of an FX node traced by Dynamo: what it calls, what it yields, what it mutates."""
+"""Queries about an FX node traced by Dynamo: what it calls, returns and mutates."""
 
 from __future__ import annotations
 

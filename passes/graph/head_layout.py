@@ -1,4 +1,4 @@
-"""Find the un-repeated, un-transposed tensor behind an attention operand.
+"""Finds the un-repeated, un-transposed tensor behind an attention operand.
 
 Models spell "repeat the KV heads" and "transpose to [heads, tokens, dim]" in a dozen ways. Instead of matching
 spellings, the chain of views between an operand and each tensor above it is run on a tensor of element numbers:

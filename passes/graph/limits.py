@@ -1,4 +1,4 @@
-"""The numbers that something made of positions may change at: so many tokens have to be run to see it whole."""
+"""The numbers at which a function of positions may change: as many tokens must be run to see all of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .fx_nodes import callee, is_tensor, value
 from .traced import TracedGraph
 
 SMALL_CONSTANT = 120
-"""Larger numbers are not run at their size where smaller ones can stand for them."""
+"""Larger numbers are replaced by smaller ones when they are run, if possible."""
 HIDDEN = -1e4
 """Additive masks hide a key with a number below this one."""
 

@@ -1,4 +1,4 @@
-"""Facts that one pass leaves for later ones, for linking and for the self-check."""
+"""Facts that one pass records for later ones, for linking and for the self-check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters that linear layers read in a layout of their own, which linking gives them."""
+"""Parameters that linear layers read in a layout of their own, created by linking."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class PackedWeights:
         call: MoeArguments[fx.Node] = MoeArguments(*node.args)  # type: ignore[arg-type]
         for weight in (call.up, call.down):
             if weight.op != "placeholder" or weight.name not in self.traced.constants:
-                return "a weight of them is computed, not a parameter"
+                return "one of their weights is computed, not a parameter"
             if set(weight.users) != {node}:
-                return "something else reads a weight of them, too"
+                return "another operator also reads one of their weights"
         return ""
 
     def note_experts(self, weight: fx.Node, scheme: Quantization, *, stored: bool, transposed: bool) -> None:

@@ -1,4 +1,4 @@
-"""The account of a pass: its matches, and for each near miss the reason."""
+"""The record of a pass: its matches, and the reason of each near miss."""
 
 from __future__ import annotations
 

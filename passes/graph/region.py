@@ -1,4 +1,4 @@
-"""A part of an ATen graph between chosen inputs and outputs: run on given numbers, compared by its structure."""
+"""A part of an ATen graph between chosen inputs and outputs: run on given numbers, or compared by structure."""
 
 from __future__ import annotations
 

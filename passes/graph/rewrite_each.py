@@ -1,4 +1,4 @@
-"""The loop that most passes share: each node is looked at once, matches are counted, near misses keep reasons."""
+"""The loop that most passes share: visits each node once, counts matches, records reasons of near misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells products that choose experts from others: another expert is no small error."""
+"""Distinguishes products that select experts: selecting another expert is not a small error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of tokens for which what does not depend on the tokens is run, to see what becomes of it."""
+"""Numbers of tokens at which to run subgraphs that do not depend on the tokens."""
 
 from __future__ import annotations
 

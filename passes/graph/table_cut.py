@@ -1,4 +1,4 @@
-"""Cuts of a stored table to the number of tokens: ``table[:T]``, ``table[:, 2 : T + 2]``."""
+"""Slices of a stored table to the number of tokens: ``table[:T]``, ``table[:, 2 : T + 2]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of earlier tokens of the same sequence: how passes insert them, and compare what they have rewritten."""
+"""Rows of earlier tokens of the same sequence: inserted by passes, and compared with the original."""
 
 from __future__ import annotations
 

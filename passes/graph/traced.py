@@ -1,4 +1,4 @@
-"""The object that passes rewrite: a traced graph with its real inputs and what the runtime must feed it."""
+"""The object that passes rewrite: a traced graph with its real inputs and its runtime inputs."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class TracedGraph:
         before, after = value(old), value(new)
         if before.dtype != after.dtype or str(tuple(before.shape)) != str(tuple(after.shape)):
             raise ValueError(
-                f"{new.name} ({after.dtype} {tuple(after.shape)}) cannot stand for {old.name} "
+                f"{new.name} ({after.dtype} {tuple(after.shape)}) cannot replace {old.name} "
                 f"({before.dtype} {tuple(before.shape)})"
             )
         if str(before.stride()) != str(after.stride()):

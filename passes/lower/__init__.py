@@ -1,1 +1,1 @@
-"""Lowering: canonical operators to the ones that a target runs fastest."""
+"""Lowering: canonical operators to a target's fastest ones."""

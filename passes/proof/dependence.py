@@ -1,4 +1,4 @@
-"""Dependence of each node of a flat graph: on sizes only, positions, routing decisions, or the tokens themselves."""
+"""What each node of a flat graph depends on: sizes only, positions, routing decisions, or the tokens themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Follow through a flat graph what was made of a router's choices for all tokens of a step.
+"""Follows, through a flat graph, values made from a router's choices for all tokens of a step.
 
 A mixture of experts sorts and counts what its router chose over the whole step: row numbers, by which the tokens are
 put in the order of their experts and back, and sizes and offsets of each expert's rows. Neither changes a token's
@@ -86,7 +86,7 @@ class RouterChoices:
         if made is None:
             return ""
         if self.depends[node] is Depends.TOKENS or node.op == "output":
-            return f"{name} reads what was made of the choices or comparisons of all tokens of the step"
+            return f"{name} reads values made from the choices or comparisons of all tokens of the step"
         self._made[node] = max(made, self._made.get(node, made))
         for target in mutated_arguments(node):
             if (key := storage_key(target)) is not None:

@@ -1,4 +1,4 @@
-"""Numbers of a flat graph that depend on a token's place in the step, and not on its sequence.
+"""Finds values of a flat graph that depend on a token's index in the step, and not on its sequence.
 
 Token t of a step is not token t of its sequence, and the number of tokens in a step is not a sequence's length. What
 a model computes from either must have become a position before it meets a token; this finds what has not, by running
@@ -97,15 +97,15 @@ def _how(traced: TracedGraph, node: fx.Node) -> str:
         try:
             seen = Evaluation(traced, {traced.token_symbol: tokens})(node)
         except Exception as error:
-            return f"a constant that depends on the size of the step could not be run: {error}"
+            return f"could not run a constant that depends on the size of the step: {error}"
         for dim in token_dims(traced, node):
             if not _same(seen, seen.narrow(dim, 0, 1).expand_as(seen)):
-                return "its numbers depend on the token's place in the step"
+                return "its values depend on the token's index in the step"
             seen = seen.narrow(dim, 0, 1)
         rows.append(seen)
     if all(_same(rows[0], seen) for seen in rows):
         return ""
-    return "its numbers depend on the number of tokens in the step"
+    return "its values depend on the number of tokens in the step"
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

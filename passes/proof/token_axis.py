@@ -1,4 +1,4 @@
-"""Prove that nothing but paged attention lets one token of a flat step see another.
+"""Proves that only paged attention lets one token of a flat step see another.
 
 The step holds tokens of many sequences side by side. An operator that sums, scans, shifts or normalizes over
 that axis would mix strangers, silently. Every node with a token axis is checked: operators known to work token by
@@ -188,7 +188,7 @@ class _Check:
         if name in _SEQUENCE_OPERATORS:
             return f"{name} runs along the tokens"
         if name in _ADDS_OR_WRITES_ROWS and not self.token_dims(node.args[0]):
-            return f"{name} brings tokens together in rows that they share"
+            return f"{name} combines several tokens in one row"
         if name == "getitem":
             return self._getitem(node)
         if name == "setitem":
@@ -290,7 +290,7 @@ class _Check:
                         dim += 1
                         continue
                     return "rows of the step are picked by an index computed from positions or tokens"
-                return "a part of the step's tokens is cut out, which shifts them against each other"
+                return "a slice of the step's tokens is taken, which shifts them"
             dim += 1
         return ""
 
@@ -338,7 +338,7 @@ class _Check:
         sizes = [shape(part)[dim % max(len(shape(part)), 1)] for part in parts if shape(part)]
         if len(parts) < 2 or all(map(_is_counted, sizes)):  # the experts' rows together again
             return ""
-        return "tensors are joined along the tokens" if any(map(self._varies, sizes)) else ""
+        return "tensors are concatenated along the tokens" if any(map(self._varies, sizes)) else ""
 
     def _pad(self, node: fx.Node) -> str:
         source, pads = node.args[0], argument(node, 1, "pad")
@@ -370,7 +370,7 @@ class _Check:
         if name.startswith("split") and isinstance(sizes, (list, tuple)) and all(map(_is_counted, sizes)):
             return ""  # so many rows per expert
         if dim % max(len(shape(source)), 1) in self.token_dims(source):
-            return f"{name} cuts the step's tokens apart"
+            return f"{name} splits the step's tokens"
         return ""
 
     def _regrouped(self, node: fx.Node, name: str) -> str:

@@ -55,7 +55,7 @@ def recognize_activation(traced: TracedGraph) -> PassRecord:
         if found is None:
             if not _is_projection(node.args[0]):
                 return None
-            return f"a function around {callee(node)} that is none of {', '.join(KINDS)}"
+            return f"a function around {callee(node)} other than {', '.join(KINDS)}"
         x, output, kind = found
         with traced.before(output):
             new = traced.call(ACTIVATION, x, kind)

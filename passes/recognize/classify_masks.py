@@ -25,7 +25,7 @@ from .mask_kind import MaskKind, UnknownMask, probe
 
 _HALF = (torch.bfloat16, torch.float16)
 _ROUNDED = (
-    "the model rounds its ALiBi bias to {0}, and here it is exact: the longer the context, the more the logits "
+    "the model rounds its ALiBi bias to {0}, but here it is exact: the longer the context, the more the logits "
     "differ from the model's own in {0}"
 )
 

@@ -1,4 +1,4 @@
-"""Formulas of experts between their two products, found by running them; random numbers to run regions on."""
+"""Functions of experts between their two products, identified by running them; random numbers to run regions on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products with one matrix per expert, in the forms that transformers spells them in."""
+"""Products with one matrix per expert, in the forms that transformers uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scorer behind a choice of keys: found by its operands, and known by running it on numbers."""
+"""The scorer behind a selection of keys: found by its operands, and identified by running it on numbers."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def _count(traced: TracedGraph, topk: fx.Node) -> tuple[fx.Node, int]:
     size = argument(topk, 1, "k")
     number = value(size)
     if not isinstance(size, fx.Node) or not isinstance(number, torch.SymInt):
-        raise NoMatch(f"always {size} keys are chosen, of any number")
+        raise NoMatch(f"the number of chosen keys, {size}, is fixed for any context")
 
     def at(tokens: int) -> int:
         return int(at_sizes(number, {traced.token_symbol: tokens}))
 
     count = at(1 << 40)
     if not 0 < count < 1 << 30 or any(at(n) != min(n, count) for n in (1, 2, count, count + 1, 2 * count)):
-        raise NoMatch(f"{size.name} keys are chosen, which is no least of a number and the tokens")
+        raise NoMatch(f"the number of chosen keys, {size.name}, is not the minimum of a constant and the tokens")
     return size, count
 
 
@@ -143,7 +143,7 @@ def _operands(traced: TracedGraph, scores: fx.Node) -> list[fx.Node]:
             continue
         seen.add(node)
         if len(seen) > _MOST_NODES:
-            raise NoMatch("the scores of the keys are made of too much")
+            raise NoMatch("the scores of the keys are too complex")
         if len(token_dims(traced, node)) >= 2:
             pending += node.all_input_nodes
         else:

@@ -63,7 +63,7 @@ def _replace_written_out(traced: TracedGraph, node: fx.Node) -> bool:
         raise NoMatch(f"its statistics are taken in {value(x).dtype}")
     users = list(node.users)
     if len(users) != 1 or product_with(users[0], root) is not root.squares:
-        raise NoMatch("the root of the variance goes elsewhere than into the centred input")
+        raise NoMatch("the root of the variance is used for something other than the centered input")
     entry = cast_source(x)
     found = follow_scale(users[0], value(entry).dtype)
     if found.round_before_scale:

@@ -1,4 +1,4 @@
-"""Find linear layers in an ATen graph, where each is spelled as views around a matrix product.
+"""Finds linear layers in an ATen graph, where each consists of views around a matrix product.
 
 Level 0: the operator runs the very kernels that it stands for.
 
@@ -95,7 +95,7 @@ def _refusal(node: fx.Node) -> str:
     if node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1:
         return "the product or the bias is scaled (addmm with alpha or beta)"
     if shape(node.args[0]) != shape(node)[-1:]:
-        return f"what is added is not a bias: its shape is {tuple(shape(node.args[0]))}"
+        return f"the added tensor is not a bias: its shape is {tuple(shape(node.args[0]))}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Say what a mask is by looking at it: causal, sliding window, chunked, with or without ALiBi."""
+"""Classifies a mask by its values: causal, sliding window, chunked, with or without ALiBi."""
 
 from __future__ import annotations
 

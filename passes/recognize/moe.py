@@ -264,7 +264,7 @@ def _compare_routed(block: _Block, before: Region, between: Region, behind: Regi
     chosen = torch.empty_like(terms)
     chosen[order] = terms
     if not close(found, (chosen.view(tokens, count, -1) * weights[..., None]).sum(1).to(x.dtype)):
-        raise NoMatch("what follows the second product is not a weighted sum over the chosen experts")
+        raise NoMatch("the second product is not followed by a weighted sum over the chosen experts")
     return _known_formula(formula)
 
 
@@ -350,7 +350,7 @@ def _compare_dense(block: _Block, before: Region, between: Region, behind: Regio
         raise NoMatch("an expert that was not chosen still adds something")
     (found,) = behind.run(numbers.sizes, [terms])
     if not close(found, terms.sum(0)):
-        raise NoMatch("what follows the second product is not the sum over the experts")
+        raise NoMatch("the second product is not followed by the sum over the experts")
     return formula
 
 
@@ -363,7 +363,7 @@ def _check_cost(block: _Block, rows: int) -> None:
 
 def _known_formula(formula: ExpertFormula | None) -> ExpertFormula:
     if formula is None:
-        raise NoMatch("what lies between the two products is not an activation that the operator knows")
+        raise NoMatch("the function between the two products is not a supported activation")
     return formula
 
 

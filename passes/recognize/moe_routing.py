@@ -102,7 +102,7 @@ def _replace(traced: TracedGraph, moe: fx.Node, known: _Known) -> None:
         try:
             region, bias = _region(logits, end, ids)
         except OpenRegion as why:
-            reason = reason or f"what chooses the experts is not made of their scores alone: {why}"
+            reason = reason or f"the selection of experts depends on more than their scores: {why}"
             continue
         key = (region.signature(), shape(moe.args[3])[0])
         if key not in known:
@@ -111,7 +111,7 @@ def _replace(traced: TracedGraph, moe: fx.Node, known: _Known) -> None:
         if found is not None:
             _insert(traced, moe, region, bias, *found)
             return
-        reason = "the experts are chosen or weighted in a way that the operator does not know"
+        reason = "the operator does not support this selection or weighting of experts"
     raise NoMatch(reason)
 
 

@@ -127,7 +127,7 @@ def follow_scale(normalized: fx.Node, dtype: torch.dtype) -> Scaled:
         else:
             break
     if value(node).dtype != dtype:
-        raise NoMatch(f"it takes {dtype} and yields {value(node).dtype}")
+        raise NoMatch(f"it takes {dtype} and returns {value(node).dtype}")
     half = dtype in HALF
     source, offset = (None, 0.0) if weight is None else _stored_scale(weight, half and not rounded_first)
     return Scaled(node, source, offset, half and rounded_first and scaled)
@@ -174,7 +174,7 @@ def difference(region: Region, norm: Callable[..., torch.Tensor]) -> str:
     (expected,) = region.run(sizes, given)
     found = norm(*given).reshape(expected.shape)
     if expected.dtype not in HALF:
-        return "" if torch.allclose(found, expected, rtol=1e-4, atol=1e-5) else "its results are others"
+        return "" if torch.allclose(found, expected, rtol=1e-4, atol=1e-5) else "its results differ"
     differing = float((found != expected).float().mean())
     return f"{differing:.0%} of its results differ" if differing > _DIFFERING else ""
 

@@ -70,7 +70,7 @@ def _replace(traced: TracedGraph, root: Root) -> None:
     entry = cast_source(squares)
     if factor is not squares:
         if cast_source(factor) is not entry:
-            raise NoMatch("what is scaled is not what was squared")
+            raise NoMatch("the scaled tensor is not the squared one")
         if factor is entry and value(entry).dtype in HALF and value(normalized).dtype in HALF:
             raise NoMatch("the root is rounded before it is multiplied")
     found = None

@@ -140,7 +140,7 @@ class _Finder:
 
     def largest(self, node: fx.Node) -> _Region | None:
         """The largest rotation that ``node`` is a part of."""
-        self.why = "its nodes rotate no [B, H, T, D] tensor in a known way"
+        self.why = "its nodes do not rotate a [B, H, T, D] tensor in a known way"
         entries = list(self._above(node))[::-1]  # farthest first
         for output in reversed(self.below(node)):
             if len(shape(output)) != 4:
@@ -235,7 +235,7 @@ class _Finder:
         try:
             (found,) = region.run(sizes, given)
         except Exception as error:  # views that need other sizes, operators that refuse these
-            self.why = f"its nodes cannot be run alone: {str(error).splitlines()[0][:120]}"
+            self.why = f"its nodes could not be run in isolation: {str(error).splitlines()[0][:120]}"
             return None
         if not found.numel():
             return None

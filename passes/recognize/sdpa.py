@@ -50,7 +50,7 @@ def _replace(traced: TracedGraph, node: fx.Node) -> str:
     if not isinstance(dropout, (int, float)) or dropout:
         return f"dropout_p={dropout} is active"
     if not isinstance(causal, bool):
-        return "is_causal is decided by a size; only constants are taken"
+        return "is_causal depends on a size; only constants are supported"
     if len(shape(query)) != 4:
         return f"the query has rank {len(shape(query))}, not [batch, heads, tokens, dim]"
     scale_value = _number(traced, scale) if scale is not None else 1.0 / math.sqrt(int(shape(query)[-1]))

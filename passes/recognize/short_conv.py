@@ -89,7 +89,7 @@ def recognize_short_conv(traced: TracedGraph) -> PassRecord:
                 new = _insert(traced, rows, chain)
             given = [rows, *(n for c in chain for n in (c.weight, c.bias) if n is not None)]
             if not same_numbers(traced, result, new, given):
-                raise NoMatch("it is not the causal convolution that it looks like")
+                raise NoMatch("its results are not those of a causal convolution")
             traced.substitute(result, new)
         return ""
 

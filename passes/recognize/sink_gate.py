@@ -65,7 +65,7 @@ def find_sink_gate(traced: TracedGraph, scores: fx.Node, out: fx.Node) -> SinkGa
     if shape(sinks) != (heads,):
         raise NoMatch(f"{sinks.name} has shape {tuple(shape(sinks))}, not one sink for each of the {heads} heads")
     if not _is_gate(traced, logarithm, sinks, gate):
-        raise NoMatch(f"what {gate.name} makes of {logarithm.name} is not a gate by sinks")
+        raise NoMatch(f"{gate.name} does not turn {logarithm.name} into a gate by sinks")
     cast = logarithm.args[0]
     while isinstance(cast, fx.Node) and cast is not scores:
         nodes.add(cast)

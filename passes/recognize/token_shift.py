@@ -42,13 +42,13 @@ def recognize_token_shift(traced: TracedGraph) -> PassRecord:
             return None
         rows, first = found
         if first is not None and not _is_of_weights(traced, first):
-            return f"what its first token gets ({first.name}) depends on the tokens"
+            return f"the input of its first token ({first.name}) depends on the tokens"
         if value(rows).dtype is not value(node).dtype:
             return f"{value(rows).dtype} rows become {value(node).dtype} ones"
         with traced.before(node):
             new = insert_delayed(traced, rows, 1, first)
         if not same_numbers(traced, node, new, [rows] if first is None else [rows, first]):
-            raise NoMatch("it does not hand every row to the next token")
+            raise NoMatch("it does not pass every row to the next token")
         traced.substitute(node, new)
         return ""
 

@@ -112,7 +112,9 @@ class _Branch:
         """Insert the copy of ``node``; a copy into a buffer only notes what the buffer would hold."""
         if targets := mutated_arguments(node):
             if callee(node) != "copy_":
-                raise UnsupportedModel(f"{node.name} writes a rotary table into a buffer other than by copy_")
+                raise UnsupportedModel(
+                    f"{node.name} writes a rotary table into a buffer by something other than copy_"
+                )
             (target,) = targets
             self.copies[node] = self.held[storage_key(target)] = self._lookup(argument(node, 1, "src"))
             return

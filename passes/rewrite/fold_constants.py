@@ -55,7 +55,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             return f"a constant {tuple(tensor.shape)} would stay in memory"
         sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
-            return "its layer stands for others"
+            return "its layer represents others"
         with torch.no_grad():
             folded = evaluation(node)
         if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):

@@ -60,7 +60,7 @@ def _refusal(total: fx.Node) -> str:
     """The reason why a sum cannot be taken into the norm; "" when it can."""
     a, b = total.args[:2]
     if not (isinstance(a, fx.Node) and isinstance(b, fx.Node) and is_tensor(a) and is_tensor(b)):
-        return "what is added is a number"
+        return "the added value is a number"
     if total.kwargs.get("alpha", 1) != 1:
         return f"the sum is scaled by alpha={total.kwargs['alpha']}"
     if not str(shape(a)) == str(shape(b)) == str(shape(total)):

@@ -90,7 +90,7 @@ def _groups(traced: TracedGraph, families: list[list[fx.Node]], record: PassReco
             others = [_reader_outside(node, own) for node in nodes]
             for node, other in zip(nodes, others, strict=True):
                 if other is not None:
-                    record.reject(node, f"a parameter of it is read by {module_path(other) or other.name} too")
+                    record.reject(node, f"{module_path(other) or other.name} also reads one of its parameters")
             kept.append([node for node, other in zip(nodes, others, strict=True) if other is None])
         settled = kept == groups
         groups = [nodes for nodes in kept if len(nodes) > 1]
@@ -144,7 +144,7 @@ def _refusal(traced: TracedGraph, node: fx.Node, aliased: Mapping[str, str]) -> 
             return f"its {what} is computed, not a parameter"
         tensor = traced.constants[parameter.name]
         if not _is_plain(tensor) and not isinstance(tensor, StoredWeight):
-            return f"its {what} is a {type(tensor).__name__} on {tensor.device}, which has no memory to move"
+            return f"its {what} is a {type(tensor).__name__} on {tensor.device}, whose memory cannot be moved"
         if not tensor.is_contiguous():
             return f"its {what} is not contiguous"
         if parameter.name in aliased:
@@ -203,7 +203,7 @@ def _kind(traced: TracedGraph, node: fx.Node) -> tuple[Any, ...]:
 def _difference(kind: tuple[Any, ...], kinds: list[tuple[Any, ...]]) -> str:
     other = next(k for k in kinds if k != kind)
     if kind[0] != other[0]:
-        return "how their weights are stored"
+        return "the formats of their weights"
     if (kind[-1] is None) != (other[-1] is None):
         return "they have a bias" if kind[-1] is None else "they have no bias"
     return "dtype, device or inference mode of their parameters"

@@ -1,1 +1,1 @@
-"""Schedules: which launches of a lowered graph run beside which; notes on its nodes that change nothing else."""
+"""Schedules: which launches of a lowered graph may overlap; notes on its nodes that change nothing else."""

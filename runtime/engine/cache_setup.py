@@ -1,4 +1,4 @@
-"""Setup of an engine's KV cache for its program: groups of blocks, the longest sequence, what keys depend on."""
+"""Sets up an engine's KV cache for its program: block pools, maximum sequence length, cache keys."""
 
 from __future__ import annotations
 
@@ -66,13 +66,10 @@ def _host_units(program: Program, block_size: int, options: EngineOptions) -> tu
     is_enough = block + slot > 0 and swap_space >= block + slot
     if options.preemption == "swap" and not is_enough:
         raise ValueError(
-            f"preemption='swap' finds no room in swap_space={swap_space} bytes for {needed}; "
-            "give it more, such as 1 GiB"
+            f"preemption='swap' needs {needed}, more than swap_space={swap_space} bytes; raise it, such as to 1 GiB"
         )
     if swap_space and not is_enough:
-        raise ValueError(
-            f"swap_space={swap_space} bytes hold no {needed.removeprefix('a ')}; give it more, such as 1 GiB, or 0"
-        )
+        raise ValueError(f"swap_space={swap_space} is less than {needed}; raise it, such as to 1 GiB, or use 0")
     if not is_enough:
         return 0, 0
     slots = 0
@@ -89,12 +86,12 @@ def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, opt
         return None
     given = f"min_kv_cache_memory={options.min_kv_cache_memory!r}"
     if program.device.type != "cpu":
-        raise ValueError(f"{given}: memory of {program.device} is not given back block by block; leave it out")
+        raise ValueError(f"{given}: the cache cannot shrink on {program.device}; omit it")
     whole = sum(
         counts[spec.group] * (bytes_per_block([spec], block_size) + bytes_per_slot([spec])) for spec in program.caches
     )
     if least > whole:
-        raise ValueError(f"{given} is above the {whole} bytes of the whole KV cache; lower it, or leave it out")
+        raise ValueError(f"{given} exceeds the {whole} bytes of the KV cache; lower it, or omit it")
     unit = bytes_per_block(program.caches, block_size)
     if has_state(program.caches):
         # Slots shrink in proportion to blocks.
@@ -118,7 +115,7 @@ def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: i
     if max_model_len is not None:
         if capacity is not None and max_model_len > capacity:
             raise ValueError(
-                f"max_model_len={max_model_len} is above the {capacity} tokens that the KV cache holds "
+                f"max_model_len={max_model_len} exceeds the {capacity} tokens of the KV cache "
                 f"(num_blocks={', '.join(map(str, num_blocks))} of {blocks.block_size}); lower it or give the "
                 "cache more memory"
             )

@@ -1,4 +1,4 @@
-"""Everything that an engine does in a turn, and the way back to a consistent state from anywhere."""
+"""One turn of an engine, and recovery to a consistent state from any failure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EngineCore:
         num_promised = len(self.state.completions) - batcher.num_unfinished
         batcher.check_queue(sum(len(submission.completions) for submission in batch), num_promised)
         if self._is_shut_down:
-            raise RuntimeError("the engine was shut down and takes no prompts; make a new one")
+            raise RuntimeError("engine is shut down; create a new one")
         if self.device_lost is not None:
             raise DeviceLost(self.device_lost)
         submissions = {submission.request_id: submission for submission in batch}

@@ -1,4 +1,4 @@
-"""The engine: prompts in, completions out, over a compiled program; three ways to ask for them."""
+"""The engine: prompts in, completions out, over a compiled program, with three APIs."""
 
 from __future__ import annotations
 
@@ -178,8 +178,8 @@ class Engine(EngineBase):
         checked, params = self._checked(prompt, sampling_params)
         if params.num_completions > params.n:
             raise ValueError(
-                f"best_of={params.best_of} with n={params.n} cannot be streamed: which are best is known at the end; "
-                "use generate, or leave best_of out"
+                f"best_of={params.best_of} with n={params.n} cannot be streamed, as the best are known at the end "
+                "only; use generate, or omit best_of"
             )
         grammar = self._grammar(params)
         return self._stream(partial(self._prepare, checked, params, grammar, None, options, is_private=True))
@@ -261,9 +261,9 @@ class Engine(EngineBase):
         if len(names) != len(checked):
             raise ValueError(f"request_ids has {len(names)} entries for {len(checked)} prompts; give one per prompt")
         if request_ids is not None and None in names:
-            raise ValueError("request_ids holds None; name every prompt, or leave request_ids out")
+            raise ValueError("request_ids contains None; give an id for every prompt, or omit request_ids")
         if request_ids is not None and len(set(names)) != len(names):
-            raise ValueError("request_ids names a prompt twice; use different ones")
+            raise ValueError("request_ids has duplicates; use unique ids")
         batch: list[Submission] = []
         prepare = [
             partial(
@@ -343,9 +343,9 @@ class Engine(EngineBase):
         if request_id is None:
             request_id = self._core.state.new_id()
         elif not isinstance(request_id, str) or "\0" in request_id:
-            raise ValueError(f"request_id={request_id!r} is not plain text; choose another, or leave it out")
+            raise ValueError(f"request_id={request_id!r} is not plain text; choose another, or omit it")
         elif request_id in self._core.state.submissions:
-            raise ValueError(f"request_id={request_id!r} is in use; choose another, or leave it out")
+            raise ValueError(f"request_id={request_id!r} is in use; choose another, or omit it")
         submission = Submission(request_id, prompt.text, prompt.token_ids, time.perf_counter(), is_private)
         submission.final_only = final_only
         submission.begin_completions(params, options, self.max_model_len, self.tokenizer, self.eos_token_ids, grammar)
@@ -361,7 +361,9 @@ class Engine(EngineBase):
         if asked is None:
             return None
         if self.tokenizer is None:
-            raise ValueError(f"structured_outputs={shown(params.structured_outputs)} needs a tokenizer; give one")
+            raise ValueError(
+                f"structured_outputs={shown(params.structured_outputs)} needs a tokenizer; pass tokenizer="
+            )
         try:
             return compile_grammar(asked, self._vocabulary())
         except ValueError as error:

@@ -1,4 +1,4 @@
-"""An engine without its requests: how it is made for a program, what it holds, and its upkeep."""
+"""An engine without its requests: construction for a program, resources, and maintenance."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class EngineBase:
         options = EngineOptions(**sizes)
         longest = program.max_model_len
         if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
-            raise ValueError(f"max_model_len={options.max_model_len} is above the model's {longest}; lower it")
+            raise ValueError(f"max_model_len={options.max_model_len} exceeds the model's {longest}; lower it")
         block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
         counts = blocks_by_group(
             program.caches,

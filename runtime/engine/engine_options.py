@@ -1,4 +1,4 @@
-"""Options of an engine: the sizes of its KV cache and its steps, and how it schedules."""
+"""Options of an engine: sizes of its KV cache and steps, and scheduling."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         from ..batching import make_policy, preemption_mode  # costs a command that only shows its help too much
 
-        remedy = "use at least 1, or leave it out"
+        remedy = "use at least 1, or omit it"
         optional = {name: getattr(self, name) for name in ("block_size", "num_blocks", "max_model_len", "max_queue")}
         sizes = {"max_num_seqs": self.max_num_seqs, "max_num_batched_tokens": self.max_num_batched_tokens}
         check_at_least(1, remedy, **sizes, **{name: size for name, size in optional.items() if size is not None})
@@ -85,7 +85,7 @@ class EngineOptions:
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
         if self.npu_warmup not in NPU_WARMUPS:
             known = " or ".join(map(repr, NPU_WARMUPS))
-            raise ValueError(f"npu_warmup={self.npu_warmup!r} is not known; use {known}")
+            raise ValueError(f"npu_warmup={self.npu_warmup!r} is unknown; use {known}")
         if self.async_scheduling is not None:
             check_bool("async_scheduling", self.async_scheduling)
         if self.num_blocks is not None and self.kv_cache_memory is not None:

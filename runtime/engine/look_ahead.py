@@ -284,7 +284,7 @@ class LookAhead(StepRunner):
     def _take_back(self, step: LaunchedStep, error: Exception) -> None:
         """A step has failed on the device: compute everybody anew who is in it or in what was launched behind it."""
         logger.warning(
-            "a step of %d requests failed (%s); computing them anew", len(step.scheduled), one_line(explain(error))
+            "a step of %d requests failed (%s); recomputing them", len(step.scheduled), one_line(explain(error))
         )
         batcher, behind = self.state.batcher, self._launched
         self.reset()

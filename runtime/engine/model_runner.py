@@ -1,4 +1,4 @@
-"""Packs what the batcher planned into one flat step and runs the compiled model on it."""
+"""Packs a scheduled step into one flat batch and runs the compiled model on it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class ModelRunner:
             row = self._requests.index(None)
         except ValueError:
             raise RuntimeError(
-                f"request {request.request_id!r} finds no row, max_num_seqs={self.max_num_seqs} are taken; "
+                f"request {request.request_id!r} finds no free row: all max_num_seqs={self.max_num_seqs} are in use; "
                 "remove one first"
             ) from None
         prompt, total = request.num_prompt_tokens, request.num_tokens
@@ -133,8 +133,8 @@ class ModelRunner:
             logits = self.program(input_ids, positions, step)
         if logits.shape[0] != len(step.logits_rows):
             raise RuntimeError(
-                f"the program returned logits {list(logits.shape)} for {len(step.logits_rows)} asked rows; "
-                "it breaks the contract of runtime/program.py"
+                f"the program returned logits {list(logits.shape)} for {len(step.logits_rows)} requested rows, which "
+                "violates the contract of runtime/program.py"
             )
         return _split_logits(logits, scheduled)
 

@@ -1,4 +1,4 @@
-"""Pieces of what is generated: the part of each completion that the caller does not have yet, once and only once.
+"""New pieces of output: the part of each completion that the caller has not received, delivered exactly once.
 
 A piece is made without changing anything and given afterwards, by ``NewPiece.give``, which may be repeated. So
 whoever is interrupted between the two either gives it again or makes it anew, and none is lost.

@@ -1,4 +1,4 @@
-"""The computing part of a step: pack, run the model, sample. Only the KV cache and the clocks change by it."""
+"""Computes a step: pack, run the model, sample. Only the KV cache and the clocks change."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .submission import one_line
 logger = logging.getLogger(__name__)
 
 _NOTHING_LEFT = f"{CANNOT_GO_ON} (together with fields such as allowed_token_ids it would allow no choice)"
-UNUSABLE_LOGITS = "the model's logits allow no choice (NaN, infinity, or every token ruled out)"
+UNUSABLE_LOGITS = "the model's logits allow no token (NaN, infinity, or every token ruled out)"
 
 
 class StepComputer:

@@ -1,4 +1,4 @@
-"""Records between a step and the submissions: what is to be sampled for a request, and what the step gave it."""
+"""Data between a step and the submissions: what to sample for a request, and the result."""
 
 from __future__ import annotations
 

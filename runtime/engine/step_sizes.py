@@ -1,4 +1,4 @@
-"""Steps by how many tokens they computed."""
+"""Counts steps by their number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt that was handed in, as the engine keeps it: its completions, their text, how they end."""
+"""A submitted prompt in the engine: its completions, their text, and their ends."""
 
 from __future__ import annotations
 

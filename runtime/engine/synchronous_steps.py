@@ -1,4 +1,4 @@
-"""Reasons for a step to be settled before the next is planned: who needs the host's word before its next token."""
+"""Reasons to settle a step before planning the next: requests whose next token depends on the host."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ BLOCKS: Final = "few_blocks"
 REASONS: Final = (
     *(BEAMS, FORK, GRAMMAR, PENALTIES, LOGPROBS, PROMPT_LOGPROBS, RESTART, CANDIDATES, SWAP, FAILED, BLOCKS),
 )
-"""What a reason is called in ``Engine.stats``, behind ``synchronous_steps_``:
-
+"""Reason → its meaning, in ``Engine.stats`` after ``synchronous_steps_``:
 - beam_search: which beams go on follows from the candidates of all.
 - parallel_sampling: the prompt of several completions is computed, and they part.
 - structured_outputs: the grammar says what may come, once it has the token before.

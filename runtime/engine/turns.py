@@ -1,4 +1,4 @@
-"""Turns: one thread at a time, in the order in which they asked, in the process that began."""
+"""Serializes threads that call the engine, in order of arrival, within the process that created it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Turns:
         """
         if not self.is_here:
             raise RuntimeError(
-                f"the engine was made in process {self._process} and cannot be used in process {os.getpid()}, which "
-                "was forked from it; make it in the process that uses it, or start that with multiprocessing's "
+                f"the engine was created in process {self._process} and cannot be used in its fork "
+                f"{os.getpid()}; create it in the process that uses it, or start that with multiprocessing's "
                 '"spawn"'
             )
 
@@ -61,7 +61,7 @@ class Turns:
         self.check_process()
         if self.is_mine:
             raise RuntimeError(
-                "the engine is called by a hook or signal handler that runs within one of its own steps; call it "
+                "the engine is called by a hook or signal handler within one of its own steps; call it "
                 "after the step, or from another thread"
             )
         mine = threading.Lock()

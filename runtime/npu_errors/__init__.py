@@ -1,1 +1,1 @@
-"""Errors of an Ascend device: which ones end it, what they mean, what to do."""
+"""Errors of an Ascend device: fatal ones, meanings, remedies."""

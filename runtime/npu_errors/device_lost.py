@@ -1,4 +1,4 @@
-"""Errors of a device after which it computes nothing any more.
+"""Errors after which a device no longer computes.
 
 Codes are those of CANN's runtime (``error_codes/rt_error_codes.h`` of https://github.com/hicann/runtime); torch_npu
 puts them, and the runtime's words, into what it raises (``torch_npu/csrc/core/npu/NPUException.h``).
@@ -15,9 +15,9 @@ class DeviceLost(RuntimeError):
 
 
 _LOST_CODES = {
-    "507010": "its task scheduler gives no sign of life",
+    "507010": "its task scheduler does not respond",
     "507053": "its memory is faulty",
-    "507054": "its memory has errors of several bits",
+    "507054": "its memory has multi-bit errors",
     "507056": "its link to others is broken",
     "507901": "its connection to the host is closed",
 }
@@ -29,7 +29,7 @@ _WORDS = re.compile(
     r"\bdevice (?:is |was |has been )?lost\b|\blost heartbeat\b|\b(?:HBM MULTI BIT ECC|UCE|HCCS LINK) ERROR\b",
     re.IGNORECASE,
 )
-_REMEDY = "look at npu-smi info and the device's log, then start the process again"
+_REMEDY = "check npu-smi info and the device's log, then restart the process"
 
 
 def reported_codes(message: str) -> list[str]:

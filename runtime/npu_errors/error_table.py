@@ -1,4 +1,4 @@
-"""The errors of Ascend devices that have words and a remedy here, as data with their sources.
+"""Errors of Ascend devices with a meaning and a remedy, as data with sources.
 
 Sources:
 
@@ -33,54 +33,54 @@ class Remedy:
 
 
 _LESS = (
-    "set kv_cache_memory or num_blocks lower, or max_num_batched_tokens, or quantize the weights; npu-smi info shows "
-    "who else holds memory of this device"
+    "lower kv_cache_memory, num_blocks or max_num_batched_tokens, or quantize the weights; npu-smi info shows "
+    "other processes that use memory of this device"
 )
-_SUPPORT = "restart the process; if it comes back, give the logs in ~/ascend/log to the vendor's support"
+_SUPPORT = "restart the process; if the error recurs, send the logs in ~/ascend/log to the vendor's support"
 _OPERATOR = (
     "restart the process, the device's context is lost; ASCEND_LAUNCH_BLOCKING=1 with codegen='none' shows the "
     "operator, pagoda bisect MODEL --target npu --codegen none the pass"
 )
-_STREAMS = "plan fewer graphs: fewer sizes to capture, or codegen='ge', or codegen='none'"
+_STREAMS = "capture fewer sizes, or use codegen='ge' or codegen='none'"
 _DRIVER = "pagoda npu doctor compares driver, CANN and torch_npu"
 
-OUT_OF_MEMORY = Remedy("the device has no memory left", _LESS, "rt")
+OUT_OF_MEMORY = Remedy("the device is out of memory", _LESS, "rt")
 """Of torch_npu's own allocator, whose error has no code."""
 
 REMEDIES: dict[str, Remedy] = {
     "107002": Remedy("the thread has no context on the device", _SUPPORT, "rt"),
-    "107020": Remedy("a task took longer than it may", _OPERATOR, "rt"),
-    "207000": Remedy("this driver or chip has no such feature", _DRIVER, "rt"),
+    "107020": Remedy("a task timed out", _OPERATOR, "rt"),
+    "207000": Remedy("this driver or chip does not support the feature", _DRIVER, "rt"),
     "207001": Remedy("memory could not be allocated", _LESS, "rt"),
     "207004": Remedy("there is no such device", "pagoda npu doctor shows which are visible", "rt"),
-    "207005": Remedy("a resource of the device is used up", _STREAMS, "rt"),
-    "207006": Remedy("this user may not use the device", "pagoda npu doctor names the group to be in", "rt"),
+    "207005": Remedy("a resource of the device is exhausted", _STREAMS, "rt"),
+    "207006": Remedy("this user may not use the device", "pagoda npu doctor names the required group", "rt"),
     "207007": Remedy("the device has no events left", _STREAMS, "rt"),
     "207008": Remedy("the device has no streams left", _STREAMS, "rt"),
-    "207018": Remedy("the device has no memory left", _LESS, "rt"),
+    "207018": Remedy("the device is out of memory", _LESS, "rt"),
     "507001": Remedy(
-        "the task scheduler of the device reports an error within itself",
-        "restart the process, with PYTORCH_NPU_ALLOC_CONF=expandable_segments:False if it comes back",
+        "the task scheduler of the device reports an internal error",
+        "restart the process, with PYTORCH_NPU_ALLOC_CONF=expandable_segments:False if the error recurs",
         "116",
     ),
-    "507008": Remedy("what was compiled is for another chip", _DRIVER, "rt"),
+    "507008": Remedy("the binary was compiled for another chip", _DRIVER, "rt"),
     "507011": Remedy("a graph failed while it ran", _OPERATOR, "rt"),
-    "507014": Remedy("an operator on the cube cores took longer than it may", _OPERATOR, "rt"),
+    "507014": Remedy("an operator on the cube cores timed out", _OPERATOR, "rt"),
     "507015": Remedy("an operator failed on the cube cores", _OPERATOR, "rt"),
-    "507017": Remedy("an operator on the device's processors took longer than it may", _OPERATOR, "rt"),
+    "507017": Remedy("an operator on the device's processors timed out", _OPERATOR, "rt"),
     "507018": Remedy("an operator failed on the device's processors", _OPERATOR, "rt"),
     "507033": Remedy(
-        "the device could not be set up", "see whether another process holds its memory: npu-smi info", "rt"
+        "the device could not be set up", "check for other processes that use its memory: npu-smi info", "rt"
     ),
-    "507034": Remedy("an operator on the vector cores took longer than it may", _OPERATOR, "rt"),
+    "507034": Remedy("an operator on the vector cores timed out", _OPERATOR, "rt"),
     "507035": Remedy("an operator failed on the vector cores", _OPERATOR, "rt"),
     "507046": Remedy("the device did not finish its work in time", _OPERATOR, "rt"),
-    "507899": Remedy("the driver reports an error within itself, often after another error", _SUPPORT, "rt"),
+    "507899": Remedy("the driver reports an internal error, often after another error", _SUPPORT, "rt"),
     "561002": Remedy("an operator could not be tiled for these shapes", _OPERATOR, "nn"),
     "561003": Remedy(
         "the kernel of an operator is not installed", "install the CANN ops package of this chip and version", "nn"
     ),
-    "EE1006": Remedy("this version of CANN, of the driver or of the chip does not do that", _DRIVER, "ec"),
+    "EE1006": Remedy("this version of CANN, the driver or the chip does not support the feature", _DRIVER, "ec"),
     "EI0002": Remedy(
         "devices waited for each other longer than HCCL_EXEC_TIMEOUT",
         "look for the first error of the other processes; raise HCCL_EXEC_TIMEOUT if they are only slow",
@@ -88,16 +88,14 @@ REMEDIES: dict[str, Remedy] = {
     ),
     "EI0006": Remedy(
         "devices could not connect within HCCL_CONNECT_TIMEOUT",
-        "see that every process has started and that the network between them works, or raise HCCL_CONNECT_TIMEOUT",
+        "check that every process has started and that the network works, or raise HCCL_CONNECT_TIMEOUT",
         "hccl",
     ),
-    "EI0007": Remedy("communication between devices has no memory left", _LESS, "ec"),
-    "EI9999": Remedy("the communication library reports an error within itself", _SUPPORT, "hccl"),
+    "EI0007": Remedy("communication between devices is out of memory", _LESS, "ec"),
+    "EI9999": Remedy("the communication library reports an internal error", _SUPPORT, "hccl"),
     "EL0004": Remedy("the driver could not allocate memory", _LESS, "ec"),
     "EZ9903": Remedy("a call of the operator library failed in the runtime", _OPERATOR, "op"),
-    "EZ9999": Remedy("an operator reports an error within itself", _OPERATOR, "op"),
-    "E19999": Remedy(
-        "the graph engine stopped with an error within itself", "use codegen='aclgraph' or 'none'", "ec"
-    ),
+    "EZ9999": Remedy("an operator reports an internal error", _OPERATOR, "op"),
+    "E19999": Remedy("the graph engine stopped with an internal error", "use codegen='aclgraph' or 'none'", "ec"),
 }
 """Numbers of the runtime and of the operator library, and codes of CANN's modules."""

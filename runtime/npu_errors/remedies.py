@@ -1,4 +1,4 @@
-"""Explanations of the errors that torch_npu and CANN raise: words and a remedy in place of a number.
+"""Explains errors of torch_npu and CANN: a meaning and a remedy for a code.
 
 Errors after which the device computes nothing any more are ``device_errors``'s.
 """

@@ -1,4 +1,4 @@
-"""`pagoda::elementwise`: functions of single numbers, alike wherever a number stands.
+"""`pagoda::elementwise`: functions of single numbers, independent of their position.
 
 torch's own take vectors where they can and single numbers at the ends of what each thread gets, by other formulas:
 the last bit of a cosine depends on how many tokens a step has.

@@ -1,4 +1,4 @@
-"""Built libraries on disk: found by what they were built from, checked by their digest, built once.
+"""Built libraries on disk: found by their sources, checked by digest, built once.
 
 A library ``kernels-KEY-COMPILER.so`` lies beside a file ``kernels-KEY-COMPILER.so.sha256``, as ``sha256sum -c`` reads
 it, that also says which compiler built it. Every compiler has a library of its own; where none can be built, without
@@ -66,12 +66,12 @@ def load_library(folders: Sequence[Path], key: str, builder: Builder | None) -> 
         try:
             library = _in_folder(folder, key, builder)
         except OSError as error:
-            _logger.warning("no kernels are kept in %s: %s", folder, error)
+            _logger.warning("cannot store kernels in %s: %s", folder, error)
         else:
             if library is not None:
                 return library
     if builder is None:
-        raise KernelBuildError("there is no g++ on PATH; install it (for instance: apt install g++)")
+        raise KernelBuildError("g++ is not on PATH; install it (for instance: apt install g++)")
     with tempfile.TemporaryDirectory(prefix="torch_pagoda_kernels_") as name:
         return _built(Path(name, f"kernels-{key}-{builder.key}.so"), builder)
 
@@ -101,7 +101,7 @@ def _in_folder(folder: Path, key: str, builder: Builder | None) -> ctypes.CDLL |
             unusable = error
     for other in sorted(folder.glob(f"kernels-{key}-*.so")):
         if (loaded := load_checked(other)) is not None:
-            _logger.info("kernels of another compiler are used: %s", other)
+            _logger.info("using kernels of another compiler: %s", other)
             return loaded
     if unusable is not None:
         raise unusable
@@ -116,7 +116,7 @@ def _built(library: Path, builder: Builder) -> ctypes.CDLL:
     note_digest(library, builder.version)
     loaded = load_checked(library)
     if loaded is None:
-        raise OSError(f"{library} does not load; the log says why")
+        raise OSError(f"could not load {library}; see the log")
     return loaded
 
 
@@ -149,17 +149,17 @@ def load_checked(
     except FileNotFoundError:
         return None
     except OSError as error:
-        _logger.warning("%s is not used: %s", library, error)
+        _logger.warning("not using %s: %s", library, error)
         return None
     try:
         with open_file(digest_file(library)) as noted:
             said = noted.read(64).decode("ascii", "replace")
         found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != said:
-            raise OSError(f"its digest is {found}, and {said or 'none'} is noted; it is damaged")
+            raise OSError(f"its digest is {found}, but {said or 'none'} is recorded; it is damaged")
         loaded = ctypes.CDLL(_same_file(file.fileno(), library))
     except OSError as error:
-        _logger.warning("%s is not used: %s", library, error)
+        _logger.warning("not using %s: %s", library, error)
         file.close()
         return None
     _opened.append(file)

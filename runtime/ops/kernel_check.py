@@ -1,4 +1,4 @@
-"""The comparison of kernels with their references, once per process, before a program relies on them.
+"""Compares kernels with their references, once per process, before a program uses them.
 
 Attention: a self-check of whole models runs short sequences. Here sequences are longer than every block of keys that
 the kernel takes at a time, and long enough to be split over their keys and merged again where threads are idle.
@@ -45,7 +45,7 @@ def check_kernels() -> None:
     if why:
         raise RuntimeError(
             f"the C++ kernels in {cache_folder() / 'kernels'} are wrong on this machine: {why}; delete them, so that "
-            "they are built again, and report it if that does not help"
+            "they are rebuilt, and report it if that does not help"
         )
 
 

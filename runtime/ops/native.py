@@ -1,4 +1,4 @@
-"""The C++ kernels: loaded by ctypes from those built ahead, or built with the machine's g++ on first use and kept."""
+"""The C++ kernels, loaded by ctypes: prebuilt, or built with the machine's g++ on first use and cached."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def load_kernels() -> ctypes.CDLL | None:
             return _loading().result()
     except (KernelBuildError, OSError) as error:
         warnings.warn(
-            f"torch-pagoda runs without its C++ kernels, many times slower, because {error}",
+            f"torch-pagoda runs without its C++ kernels, many times slower: {error}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -157,7 +157,7 @@ def _load_or_build(folder: Path, chosen: str = "auto") -> ctypes.CDLL:
     try:
         return load_prebuilt(FOLDER, platform.machine(), read_cpuinfo(), prebuilt_key)
     except KernelBuildError as error:
-        why = f"no prebuilt kernels serve: {error}"
+        why = f"no prebuilt kernels are usable: {error}"
     if chosen == "prebuilt":
         raise KernelBuildError(f"{KERNELS}={chosen} and {why}")
     _logger.info(why)

@@ -75,7 +75,7 @@ def chosen_kernels() -> str:
     """
     chosen = os.environ.get(KERNELS) or CHOICES[0]
     if chosen not in CHOICES:
-        raise ValueError(f"{KERNELS}={chosen} names no kernels; set it to one of {', '.join(CHOICES)}, or unset it")
+        raise ValueError(f"{KERNELS}={chosen} is invalid; set it to one of {', '.join(CHOICES)}, or unset it")
     return chosen
 
 
@@ -102,7 +102,7 @@ def choose_build(machine: str, cpuinfo: str) -> KernelBuild:
     for build in builds:
         if build.needs <= has:
             return build
-    lacks = f", it lacks {' '.join(sorted(builds[-1].needs - has))}" if builds and has else ""
+    lacks = f", lacking {' '.join(sorted(builds[-1].needs - has))}" if builds and has else ""
     raise KernelBuildError(f"there is no build for this processor ({machine or 'unknown'}{lacks})")
 
 
@@ -119,15 +119,15 @@ def load_prebuilt(folder: Path, machine: str, cpuinfo: str, key_of: Callable[[Ke
         KernelBuildError: there is no such library; the message says why.
     """
     if not folder.is_dir():
-        raise KernelBuildError("none came with this installation")
+        raise KernelBuildError("this installation contains none")
     build = choose_build(machine, cpuinfo)
     library = folder / library_name(build, key_of(build))
     if not library.exists():
-        raise KernelBuildError(f"{library.name} is not among them: they were made of other sources")
+        raise KernelBuildError(f"{library.name} is missing: the builds are from other sources")
     # Whoever may write here may write our Python sources, too: that files are this user's alone is not asked.
     loaded = load_checked(library, lambda path: path.open("rb"))
     if loaded is None:
-        raise KernelBuildError(f"{library} does not load; the log says why")
+        raise KernelBuildError(f"could not load {library}; see the log")
     return loaded
 
 

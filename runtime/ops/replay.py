@@ -1,4 +1,4 @@
-"""Calls of C++ kernels that are noted down, and made again without Python between them."""
+"""Records calls of C++ kernels, and repeats them without Python in between."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Replay:
     def __init__(self, calls: Sequence[NotedCall]) -> None:
         function = kernel_function("pagoda_replay")
         if function is None:
-            raise RuntimeError("there are no C++ kernels whose calls could be made again")
+            raise RuntimeError("there are no C++ kernels to replay calls of")
         self._function = function
         self._arguments = [ctypes.create_string_buffer(call.arguments, len(call.arguments)) for call in calls]
         pairs = [

@@ -1,4 +1,4 @@
-"""`pagoda::masked_argmax` and `pagoda::apply_bitmask_`: choices among the tokens that a grammar allows."""
+"""`pagoda::masked_argmax` and `pagoda::apply_bitmask_`: sampling among the tokens that a grammar allows."""
 
 from __future__ import annotations
 

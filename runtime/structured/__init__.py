@@ -1,1 +1,1 @@
-"""Structured output: what a request asks for, as a grammar that says which tokens may come next."""
+"""Structured output: a request's constraint as a grammar that determines the allowed next tokens."""

@@ -1,4 +1,4 @@
-"""``structured_outputs`` as a caller writes it: checked and bounded, before anything is compiled."""
+"""Validates ``structured_outputs`` as the caller wrote it, before anything is compiled."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any, Literal, TypeAlias
 from ..shown import shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-"""One of them says what the output is to be."""
+"""Kinds of constraints; exactly one is required."""
 OPTIONS = ("strict", "whitespace", "after")
-"""May stand beside it."""
+"""Additional options."""
 
 MAX_TEXT = 256_000
 """Characters of a schema, regex, grammar or of all choices together."""
 MAX_DEPTH = 64
-"""Brackets within each other."""
+"""Maximum nesting of brackets."""
 MAX_CHOICES = 10_000
 MAX_TAGS = 128
-"""Entries of ``structures``."""
+"""Maximum entries of ``structures``."""
 MAX_AFTER = 64
-"""Tokens, or characters, of what a grammar begins after."""
+"""Maximum tokens, or characters, of the text before a grammar."""
 
 After: TypeAlias = str | tuple[str, ...] | tuple[int, ...]
-"""What a grammar begins after; see ``AskedOutput``."""
+"""The text before a grammar; see ``AskedOutput``."""
 
 _REMEDY = "use one of " + ", ".join(KINDS)
 _OPTIONS = ", ".join(OPTIONS)
@@ -73,12 +73,12 @@ def read_structured_outputs(value: object) -> AskedOutput:
     for name in value:
         if name not in KINDS and name not in OPTIONS:
             raise ValueError(
-                f"structured_outputs has {shown(name)}, which is not known; {_REMEDY}, with {_OPTIONS} beside it"
+                f"structured_outputs has {shown(name)}, which is unknown; {_REMEDY}, with the options {_OPTIONS}"
             )
     kinds = [kind for kind in KINDS if value.get(kind) is not None]
     if len(kinds) != 1:
         found = " and ".join(kinds) or "nothing"
-        raise ValueError(f"structured_outputs asks for {found}; {_REMEDY}")
+        raise ValueError(f"structured_outputs has {found}; {_REMEDY}")
     (kind,) = kinds
     read = {
         "json": _schema,
@@ -93,7 +93,7 @@ def read_structured_outputs(value: object) -> AskedOutput:
         raise ValueError(f"structured_outputs.strict={shown(strict)} is not a bool; use True or False")
     whitespace = value.get("whitespace", "compact")
     if whitespace not in ("compact", "any"):
-        raise ValueError(f'structured_outputs.whitespace={shown(whitespace)} is not known; use "compact" or "any"')
+        raise ValueError(f'structured_outputs.whitespace={shown(whitespace)} is unknown; use "compact" or "any"')
     asked = read(f"structured_outputs.{kind}", value[kind])
     return AskedOutput(
         "json" if kind == "json_object" else kind, asked, strict, whitespace, _after(value.get("after"))
@@ -118,12 +118,12 @@ def plain_json(name: str, value: object) -> Any:
         if isinstance(entry, Mapping):
             for key in entry:
                 if not isinstance(key, str):
-                    raise ValueError(f"{name} has the key {shown(key)}; JSON has text as keys only")
+                    raise ValueError(f"{name} has the key {shown(key)}; use strings as keys")
             pending.extend((inner, depth + 1) for inner in entry.values())
         elif isinstance(entry, list | tuple):
             pending.extend((inner, depth + 1) for inner in entry)
         elif entry is not None and not isinstance(entry, str | bool | int | float):
-            raise ValueError(f"{name} holds {shown(entry)}, which is not JSON; use dicts, lists, text and numbers")
+            raise ValueError(f"{name} contains {shown(entry)}, which is not JSON; use dicts, lists, text and numbers")
     try:
         text = json.dumps(value, allow_nan=False, ensure_ascii=False, default=dict)
         text.encode()
@@ -132,7 +132,7 @@ def plain_json(name: str, value: object) -> Any:
             f"{name} is not JSON ({_first_line(error)}); use finite numbers and whole characters"
         ) from None
     if len(text) > MAX_TEXT:
-        raise ValueError(f"{name} has {len(text)} characters of JSON, above the limit of {MAX_TEXT}; shorten it")
+        raise ValueError(f"{name} has {len(text)} characters of JSON, more than the limit of {MAX_TEXT}; shorten it")
     return json.loads(text)
 
 
@@ -154,7 +154,7 @@ def _no_constant(name: str) -> Any:
 
 def _json_object(name: str, value: object) -> Any:
     if value is not True:
-        raise ValueError(f"{name}={shown(value)} is not True; leave it out")
+        raise ValueError(f"{name}={shown(value)} is not True; use True, or omit it")
     return {"type": "object"}
 
 
@@ -166,9 +166,9 @@ def _text(name: str, value: object) -> str:
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{name} holds half a surrogate pair; use whole characters") from None
+        raise ValueError(f"{name} contains half a surrogate pair; use complete characters") from None
     if "\0" in value:
-        raise ValueError(f"{name} holds a NUL character; write it as an escape")
+        raise ValueError(f"{name} contains a NUL character; escape it")
     return str(value)
 
 
@@ -195,7 +195,7 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
             f"{name}.structures is not a list of 1 to {MAX_TAGS} entries; give begin, schema and end each"
         )
     if not isinstance(triggers, list) or not triggers or len(triggers) > MAX_TAGS:
-        raise ValueError(f"{name}.triggers is not a list of 1 to {MAX_TAGS} texts; give what a begin begins with")
+        raise ValueError(f"{name}.triggers is not a list of 1 to {MAX_TAGS} texts; give prefixes of the begin texts")
     triggers = [_text(f"{name}.triggers[{i}]", trigger) for i, trigger in enumerate(triggers)]
     read: list[dict[str, Any]] = []
     for i, entry in enumerate(structures):
@@ -208,7 +208,7 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
         # Of triggers that begin with each other the shortest comes first in any text, and opens the tags of all.
         trigger = min((trigger for trigger in triggers if begin.startswith(trigger)), key=len, default=None)
         if trigger is None:
-            raise ValueError(f"{here}.begin={shown(begin)} begins with none of the triggers; add one")
+            raise ValueError(f"{here}.begin={shown(begin)} starts with none of the triggers; add one")
         schema = entry.get("schema", True)
         read.append(
             {"trigger": trigger, "begin": begin, "schema": _schema(f"{here}.schema", schema), "end": entry["end"]}
@@ -222,8 +222,9 @@ def _structural_tag(name: str, value: object) -> dict[str, Any]:
         )
         if earlier is not None:
             raise ValueError(
-                f"{name}.structures[{i}] can never be written: its trigger {shown(entry['trigger'])} holds the "
-                f"trigger {shown(earlier)}, which opens another tag before; use triggers that do not hold each other"
+                f"{name}.structures[{i}] can never be generated: its trigger {shown(entry['trigger'])} contains the "
+                f"trigger {shown(earlier)}, which opens another tag first; use triggers that do not contain each "
+                "other"
             )
     return {"structures": read}
 

@@ -1,4 +1,4 @@
-"""Grammars: what requests ask for, compiled for a vocabulary and kept, or refused with a reason."""
+"""Grammars: compiled for a vocabulary and cached, or rejected with a reason."""
 
 from __future__ import annotations
 
@@ -74,7 +74,9 @@ def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
             raise
         except BaseException as error:  # a panic of llguidance is not an Exception
             name = type(error).__name__
-            raise ValueError(f"structured_outputs.{asked.kind} cannot be compiled ({name}); simplify it") from error
+            raise ValueError(
+                f"structured_outputs.{asked.kind} could not be compiled ({name}); simplify it"
+            ) from error
         vocabulary.kept.put(digest, found, len(source))
     result: Grammar = found
     return result
@@ -132,7 +134,7 @@ def _first_steps(name: str, matcher: Any) -> str:
     """The error of the first two masks, "" for none: what takes too much work, or allows nothing, never runs."""
     allowed = int.from_bytes(matcher.compute_bitmask(), "little")
     if not allowed and not matcher.is_error():
-        raise ValueError(f"{name} allows no text at all; loosen it")
+        raise ValueError(f"{name} allows no text; relax it")
     if not matcher.is_error():
         matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
         matcher.compute_bitmask()

@@ -1,4 +1,4 @@
-"""The length of numbers in JSON that is being written, which no schema bounds and weak models never end."""
+"""Limits the length of numbers in generated JSON, which no schema limits and weak models never end."""
 
 from __future__ import annotations
 

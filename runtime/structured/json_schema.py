@@ -1,4 +1,4 @@
-"""JSON schemas as llguidance is given them, and what it would not hold to in them."""
+"""Prepares JSON schemas for llguidance, and finds the parts that it would not enforce."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def checked_schema(name: str, schema: Any) -> dict[str, Any]:
         ValueError: it allows nothing, takes too much to compile, or holds llguidance's own options.
     """
     if schema is False:
-        raise ValueError(f"{name}=False allows no text at all; loosen it")
+        raise ValueError(f"{name}=False allows no text; relax it")
     if schema is True or schema.keys() <= _ANNOTATIONS:
         return {"type": "object"}
     if "x-guidance" in schema:
-        raise ValueError(f"{name} holds x-guidance, which is not taken; use strict and whitespace beside it")
+        raise ValueError(f"{name} contains x-guidance, which is not supported; use the options strict and whitespace")
     if any(keyword in _REFERENCES for keyword, _, _ in _keywords(schema)) and _objects(schema) > MAX_REFERRING:
         raise ValueError(f"{name} has references and more than {MAX_REFERRING} objects; use fewer")
     multiple, properties = Fraction(1), 0

@@ -1,4 +1,4 @@
-"""The deepest way through a Lark grammar: rules that lead to each other, and brackets within them."""
+"""The maximum depth of a Lark grammar: chains of rules, and brackets within them."""
 
 from __future__ import annotations
 

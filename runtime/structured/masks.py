@@ -1,4 +1,4 @@
-"""Masks of the tokens that grammars allow next, one row for each completion."""
+"""Masks of the tokens that grammars allow next, one row per completion."""
 
 from __future__ import annotations
 

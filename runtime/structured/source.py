@@ -1,4 +1,4 @@
-"""Grammars in the language that llguidance compiles, written from what is asked for."""
+"""Grammars in llguidance's language, written from a request's constraint."""
 
 from __future__ import annotations
 

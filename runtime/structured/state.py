@@ -1,4 +1,4 @@
-"""The place of one completion in its grammar: a function of the tokens that it has settled, and of nothing else."""
+"""The state of one completion in its grammar: a function of its settled tokens only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .vocabulary import Mask
 
 
-CANNOT_GO_ON = "the grammar of structured_outputs cannot go on"
+CANNOT_GO_ON = "the grammar of structured_outputs cannot continue"
 """Every error of a grammar under way begins with it: the fault is the request's."""
 
 

@@ -1,4 +1,4 @@
-"""The length of numbers in the JSON of structural tags, which stand in text that may hold any digits."""
+"""Limits the length of numbers in the JSON of structural tags, whose surrounding text may contain any digits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vocabulary of a model as grammars see it: the bytes of its tokens, and which of them end a text."""
+"""The vocabulary of a model for grammars: the bytes of its tokens, and the end tokens."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ class Vocabulary:
             self.engine = llguidance.LLTokenizer(self._tokens, eos_token=eos or None)
         except Exception as error:
             raise ValueError(
-                f"structured_outputs needs a fast tokenizer, and cannot use this {type(tokenizer).__name__} "
-                f"({shown(str(error))}); leave structured_outputs out"
+                f"structured_outputs needs a fast tokenizer, not {type(tokenizer).__name__} ({shown(str(error))}); "
+                "omit structured_outputs"
             ) from error
         self.size: int = self.engine.vocab_size
         self.num_words = (self.size + 31) // 32

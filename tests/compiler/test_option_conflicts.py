@@ -50,8 +50,8 @@ def test_what_asks_for_nothing_goes_with_everything() -> None:
     )
     for target, codegen in (("cpu", "inductor"), ("npu", "ge"), ("npu", "none"), ("npu", "aclgraph")):
         replace(nothing, target=target, codegen=codegen)
-    with pytest.raises(ValueError, match="group_size=0 is not for quantization=None"):
+    with pytest.raises(ValueError, match="group_size=0 cannot be used with quantization=None"):
         CompileOptions(group_size=0)
-    with pytest.raises(ValueError, match="is not for codegen='ge' with static_decode=False"):
+    with pytest.raises(ValueError, match="cannot be used with codegen='ge' with static_decode=False"):
         CompileOptions(schedule={"streams": True}, static_decode=0, codegen="ge")  # type: ignore[arg-type]
     check_conflicts({**vars(CompileOptions()), "codegen": "inductor"}, backend="pagoda")

@@ -70,9 +70,9 @@ def test_answers_without_it_change_with_the_batch(two_threads):
 
 
 def test_what_cannot_be_kept_is_refused():
-    with pytest.raises(ValueError, match="batch_invariant=True is not for codegen='inductor'"):
+    with pytest.raises(ValueError, match="batch_invariant=True cannot be used with codegen='inductor'"):
         CompileOptions(batch_invariant=True, codegen="inductor")
-    with pytest.raises(ValueError, match="batch_invariant=True is not for target='npu'"):
+    with pytest.raises(ValueError, match="batch_invariant=True cannot be used with target='npu'"):
         CompileOptions(batch_invariant=True, target="npu").for_device("cpu")
     with pytest.raises(ValueError, match="batch_invariant='yes'"):
         CompileOptions(batch_invariant="yes")

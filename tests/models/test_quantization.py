@@ -138,9 +138,9 @@ def test_a_live_module_keeps_its_weights():
     ("options", "message"),
     [
         ({"quantization": "int5"}, "quantization='int5' is not one of 'int8', 'int8-weight-only'"),
-        ({"group_size": 128}, "group_size=128 is not for quantization=None: it is for quantized weights"),
+        ({"group_size": 128}, "group_size=128 cannot be used with quantization=None: it is for quantized weights"),
         ({"quantization": "int4", "group_size": 96}, "group_size=96 is not supported; use a multiple of 64"),
-        ({"quantization": "int4", "target": "npu"}, "quantization='int4' is not for target='npu'"),
+        ({"quantization": "int4", "target": "npu"}, "quantization='int4' cannot be used with target='npu'"),
     ],
 )
 def test_mistakes_are_named(options, message):

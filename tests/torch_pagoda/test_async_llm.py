@@ -295,5 +295,5 @@ def test_one_that_is_forgotten_ends_its_thread(llm: pagoda.LLM) -> None:
 
 
 def test_options_beside_an_llm_are_refused(llm: pagoda.LLM) -> None:
-    with pytest.raises(TypeError, match="tokenizer, dtype cannot change it"):
+    with pytest.raises(TypeError, match="already an LLM; pass tokenizer, dtype to that LLM"):
         pagoda.AsyncLLM(llm, "x", dtype="float32")

@@ -146,9 +146,9 @@ def test_scheduling_options_reach_the_engine(
     assert seen["batch_invariant"] is True and seen["async_scheduling"] is True
     assert run("generate", checkpoint, "-p", "the", "--swap-space", "0", *FAST)[0] == 0
     status, _, err = run("generate", checkpoint, "-p", "the", "--static-decode", *FAST)
-    assert status == 2 and "static_decode=True is not for codegen='none'" in " ".join(err.split())
+    assert status == 2 and "static_decode=True cannot be used with codegen='none'" in " ".join(err.split())
     status, _, err = run("generate", checkpoint, "-p", "the", "--schedule", '{"streams": true}', *FAST)
-    assert status == 2 and "schedule={'streams': True} is not for target='cpu'" in " ".join(err.split())
+    assert status == 2 and "schedule={'streams': True} cannot be used with target='cpu'" in " ".join(err.split())
 
 
 def test_first_in_the_order_of_priority_comes_first(
@@ -170,14 +170,14 @@ def test_a_prompt_at_its_deadline_is_named(run: Callable[..., tuple[int, str, st
     [
         (["-p", "x", "--policy", "lifo"], ["policy='lifo'", "'fcfs'", "'sjf'"]),
         (["-p", "x", "--preemption", "kill"], ["preemption='kill'", "'recompute'", "'swap'"]),
-        (["-p", "x", "--preemption", "swap"], ["preemption='swap'", "swap_space=0", "give it more"]),
+        (["-p", "x", "--preemption", "swap"], ["preemption='swap'", "swap_space=0", "raise it"]),
         (["-p", "x", "--swap-space", "much"], ["swap_space='much'", "512MiB"]),
         (["-p", "x", "--max-queue", "0"], ["max_queue=0", "at least 1"]),
         (["-p", "the", "-p", "a", "--max-queue", "1"], ["max_queue=1", "raise max_queue"]),
         (["-p", "x", "--min-kv-cache-memory", "little"], ["min_kv_cache_memory='little'"]),
         (
             ["-p", "the", "--min-kv-cache-memory", "4GiB"],
-            ["min_kv_cache_memory='4GiB'", "whole KV cache", "lower it"],
+            ["min_kv_cache_memory='4GiB'", "the KV cache", "lower it"],
         ),
         (["-p", "x", "--kv-cache-dtype", "int2"], ["kv_cache_dtype='int2'", "int8"]),
         (["-p", "x", "--deadline", "0"], ["deadline=0", "seconds"]),
@@ -237,7 +237,7 @@ def test_a_file_without_prompts_and_one_that_is_no_text(
     empty, binary = tmp_path / "empty.txt", tmp_path / "binary"
     empty.write_text("\n \n")
     binary.write_bytes(b"\xff\xfe\x00")
-    assert "holds no prompt" in run("generate", checkpoint, "-f", empty)[2]
+    assert "has no prompts" in run("generate", checkpoint, "-f", empty)[2]
     assert "not UTF-8" in run("generate", checkpoint, "-f", binary)[2]
 
 

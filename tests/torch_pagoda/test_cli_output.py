@@ -42,7 +42,7 @@ def _run(arguments: list[str], stdout: Any, **environment: str) -> tuple[int, st
 def test_a_full_stdout_ends_in_one_line(arguments: list[str], unbuffered: str) -> None:
     with open("/dev/full", "w") as full:
         status, err = _run(arguments, full, PYTHONUNBUFFERED=unbuffered)
-    assert (status, err) == (1, f"pagoda: error: the output cannot be written: {os.strerror(errno.ENOSPC)}\n")
+    assert (status, err) == (1, f"pagoda: error: could not write the output: {os.strerror(errno.ENOSPC)}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["plan", "--help"]], ids=" ".join)

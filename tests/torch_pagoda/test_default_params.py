@@ -100,8 +100,8 @@ def test_a_live_module_gives_its_own(llama: PreTrainedModel, fast: dict[str, Any
         ('{"temperature": "hot"}', ["temperature='hot'", "vllm"]),
         ('{"top_p": 7}', ["top_p=7", "vllm"]),
         ('{"max_new_tokens": 0}', ["max_new_tokens", "vllm"]),
-        ("{", ["could not read"]),
-        (None, ["generation_config=", "could not read", "vllm"]),
+        ("{", ["could not be read"]),
+        (None, ["generation_config=", "could not be read", "vllm"]),
     ],
 )
 def test_what_cannot_be_used_is_refused(

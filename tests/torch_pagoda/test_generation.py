@@ -287,7 +287,7 @@ def test_a_repetition_penalty_that_does_not_count_the_prompts_goes_to_transforme
     # None is what transformers before 5.23 passes: its processor counts the padding.
     monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__init__", init)
     arguments = {"max_new_tokens": 12, "repetition_penalty": 1.4}
-    with pytest.warns(UserWarning, match="repetition_penalty counts all tokens of a prompt and no padding"):
+    with pytest.warns(UserWarning, match="repetition_penalty counts all prompt tokens and no padding"):
         ours = compiled.generate(**batch, **arguments)
     assert torch.equal(ours, reference.generate(**batch, **arguments))
     if lengths == "none":

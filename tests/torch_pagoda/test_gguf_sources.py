@@ -161,7 +161,7 @@ def test_commands_take_a_file(run: Run, folder: Path, tmp_path: Path) -> None:
 
 
 def test_rounding_what_is_rounded_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="is already quantized"):
         pagoda.LLM(folder, quantization="int8")
 
 

@@ -109,9 +109,9 @@ def test_which_inputs_are_rounded(form: WeightFormat, bits: int | None, expected
         ({"input_bits": 4}, "input_bits=4 is not one of None, 8, 16"),
         (
             {"input_bits": 16, "quantization": "int8"},
-            "is not for quantization='int8': that says how inputs are rounded",
+            "cannot be used with quantization='int8': quantization already sets the inputs",
         ),
-        ({"input_bits": 16}, "this one's are not; leave it out"),
+        ({"input_bits": 16}, "this one is not; omit it"),
     ],
 )
 def test_what_does_not_fit(options: dict[str, Any], message: str, folder: Callable[..., Path]) -> None:

@@ -138,7 +138,7 @@ def test_sizes_are_read_as_bytes() -> None:
 
 
 def test_passes_take_their_british_names_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="'quantise_linears' is called 'quantize_linears' now"):
+    with pytest.warns(DeprecationWarning, match="'quantise_linears' was renamed to 'quantize_linears'"):
         options = CompileOptions(passes={"skip": ["quantise_linears", "merge_linears"]})
     assert options.passes == {"skip": ["quantize_linears", "merge_linears"]}
     with pytest.raises(ValueError, match="unknown pass 'quantise_everything'"):

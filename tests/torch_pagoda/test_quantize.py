@@ -53,9 +53,9 @@ def test_it_writes_a_checkpoint_on_the_grid(run: Run, checkpoint: Path, sample: 
     ("arguments", "message"),
     [
         (["--group-size", 96], "group_size=96 is not supported; use a multiple of 64"),
-        (["--tokens", 8], "--tokens 8 is less than --window 512"),
+        (["--tokens", 8], "--tokens 8 is below --window 512"),
         (["--window", 1, "--tokens", 1], "--window 1 is too short"),
-        (["--window", 4096], "tokens and a window takes 4096; give more text"),
+        (["--window", 4096], "tokens, fewer than --window 4096; add text"),
     ],
     ids=str,
 )

@@ -431,7 +431,7 @@ def test_one_global_rotation_changes_nothing(
 def test_quantized_twice(
     folders: Callable[[str, str], tuple[Path, Path]], one_line: Callable[[BaseException], str]
 ) -> None:
-    with pytest.raises(ValueError, match="quantized already") as error:
+    with pytest.raises(ValueError, match="already quantized") as error:
         pagoda.LLM(folders("llama", "ct-w8a8")[0], quantization="int4")
     one_line(error.value)
 

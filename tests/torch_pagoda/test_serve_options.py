@@ -93,13 +93,13 @@ def test_a_file_that_cannot_be_used(run: Run, glue: list[Any], tmp_path: Path, t
         (["--port", "70000"], "port=70000"),
         (["--ssl-certfile", "x"], "--ssl-keyfile"),
         (["--ssl-ca-certs", "x"], "--ssl-certfile"),
-        (["--chat-template", "/nowhere/t.jinja"], "--chat-template /nowhere/t.jinja cannot be read"),
-        (["--api-key", "a b"], "not a key"),
-        (["--api-key", "a=1", "--api-key", "a=2"], "a name of its own"),
+        (["--chat-template", "/nowhere/t.jinja"], "--chat-template /nowhere/t.jinja could not be read"),
+        (["--api-key", "a b"], "key1' is invalid"),
+        (["--api-key", "a=1", "--api-key", "a=2"], "a unique name"),
         (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout=-1"),
         (["--root-path", "x"], "root_path"),
-        (["--enable-prefix-caching", "--no-enable-prefix-caching"], "contradict"),
+        (["--enable-prefix-caching", "--no-enable-prefix-caching"], "mutually exclusive"),
     ],
 )
 def test_a_mistake_is_one_line(run: Run, glue: list[Any], options: list[str], said: str) -> None:
@@ -135,7 +135,7 @@ def test_an_open_door_is_warned_of(run: Run, glue: list[Any], options: list[str]
 )
 def test_keys_may_have_names(entry: str, name: str, key: str) -> None:
     if " " in entry:
-        with pytest.raises(ValueError, match="not a key"):
+        with pytest.raises(ValueError, match="key1' is invalid"):
             _checked(api_keys([entry], None, None))
         return
     (found,) = api_keys([entry], None, None)

@@ -102,7 +102,7 @@ def test_the_commands_own_class_comes_first(called: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--fast", "--no-fast"], "--fast and --no-fast contradict each other"),
+        (["--fast", "--no-fast"], "--fast and --no-fast are mutually exclusive"),
         (["--table", "[1]"], "--table is not a JSON object"),
         (["--table", "{"], "--table is not JSON"),
         (["--count", "many"], "--count"),

@@ -74,7 +74,7 @@ app.add_typer(npu)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; ``arguments`` default to the process's own. Always ends in :class:`SystemExit`."""
+    """Run the command; ``arguments`` default to the process's own. Always raises :class:`SystemExit`."""
     command = typer.main.get_command(app)
     join_lines(command)
     try:

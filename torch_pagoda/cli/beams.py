@@ -1,4 +1,4 @@
-"""``pagoda generate --beam-width``: which options go with it, and how its texts are shown."""
+"""``pagoda generate --beam-width``: checks its options and prints its texts."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ _ALLOWED = ("max_tokens", "ignore_eos", "n")
 
 
 def beam_params(own: GenerateOptions, max_tokens: int, names: Sequence[str]) -> BeamSearchParams | None:
-    """Parameters of the search; None where no beam search is asked for.
+    """Parameters of the search; None without a beam search.
 
     Args:
         own: options of the command.
-        max_tokens: new tokens per beam at most.
-        names: all options that say how to choose tokens.
+        max_tokens: maximum new tokens per beam.
+        names: all sampling options.
 
     Raises:
-        ValueError: an option was given that does not go with these; the message names it.
+        ValueError: an option conflicts with these; the message names it.
     """
     width, penalty = own.beam_width, own.length_penalty
     if width is None:
         if penalty is not None:
-            raise ValueError(f"--length-penalty {penalty:g} ranks beams; add --beam-width, or leave it out")
+            raise ValueError("--length-penalty requires --beam-width")
         return None
     for name in names:
         if name not in _ALLOWED and getattr(own, name) != getattr(type(own), name):
             raise ValueError(
-                f"--{name.replace('_', '-')} does not go with --beam-width {width}, which chooses by the "
-                "model's probabilities alone; leave one of them out"
+                f"--{name.replace('_', '-')} conflicts with --beam-width {width}, which uses the model's "
+                "probabilities alone; omit one of them"
             )
     from ..runtime.requests.beam_search_params import BeamSearchParams
 
@@ -46,7 +46,7 @@ def beam_params(own: GenerateOptions, max_tokens: int, names: Sequence[str]) -> 
 
 
 def best_texts(output: BeamSearchOutput, count: int) -> tuple[RequestOutput, list[float]]:
-    """The best texts as completions, with their scores; of a search that failed, its error in place of them."""
+    """The best texts as completions, with their scores; for a failed search, its error."""
     from ..runtime.requests.outputs import CompletionOutput, RequestOutput
 
     best = output.sequences[:count]

@@ -1,4 +1,4 @@
-"""Options that commands with an engine share, and the keywords of ``LLM`` that they become."""
+"""Options shared by commands with an engine, and the keyword arguments of ``LLM`` they become."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ENGINE_PANELS = (
 
 @dataclass(frozen=True)
 class PassOptions:
-    """Options of all commands that compile, beside the keywords of ``LLM``."""
+    """Options of all commands that compile, in addition to the keyword arguments of ``LLM``."""
 
     skip_pass: list[str] | None = option(None, "Leave this pass out; repeatable.")
     only_pass: list[str] | None = option(None, "Of the optional passes run only this one; repeatable.")
@@ -37,14 +37,14 @@ class PassOptions:
 
     @property
     def passes(self) -> dict[str, list[str]] | None:
-        """The keyword ``passes`` of ``LLM``."""
+        """The keyword argument ``passes`` of ``LLM``."""
         selection = {"skip": self.skip_pass, "only": self.only_pass}
         return {name: passes for name, passes in selection.items() if passes} or None
 
 
 @dataclass(frozen=True)
 class EngineCommandOptions(PassOptions):
-    """Options of all commands with an engine, beside the keywords of ``LLM``."""
+    """Options of all commands with an engine, in addition to the keyword arguments of ``LLM``."""
 
     tokenizer: str | None = option(None, "Folder or hub id; by default the model's.")
     generation_config: str = option(
@@ -52,6 +52,6 @@ class EngineCommandOptions(PassOptions):
     )
 
     def llm_options(self, engine: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of ``LLM`` that were given or have a default here."""
+        """The keyword arguments of ``LLM`` that were given or have a default here."""
         keywords = {**engine, "passes": self.passes, "generation_config": self.generation_config}
         return {name: value for name, value in keywords.items() if value is not None}

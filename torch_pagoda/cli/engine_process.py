@@ -1,4 +1,4 @@
-"""The engine process of ``pagoda serve``: loads the model that it is told to and serves it over a socket."""
+"""The engine process of ``pagoda serve``: loads a model and serves it over a socket."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _GRACE_SECONDS = 2.0
 
 
 def engine_argv() -> list[str]:
-    """The command that runs this file; the number of a socket's file descriptor belongs behind it."""
+    """The command that runs this file; append the file descriptor of the socket."""
     return [sys.executable, "-P", "-m", "torch_pagoda.cli.engine_process"]
 
 
 def main(fd: int) -> int:
-    """Serve over the socket of that file descriptor until it is closed; returns the exit status."""
+    """Serve over the socket of that file descriptor until it closes; returns the exit status."""
     # What ends a server from a terminal or a service manager ends it in order: the API process closes the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -39,7 +39,7 @@ def main(fd: int) -> int:
     try:
         start = _read_start(sock)
     except (ValueError, OSError) as error:
-        print(f"pagoda: error: the engine process is not told what to load: {error}", file=sys.stderr)
+        print(f"pagoda: error: the engine process received an invalid start message: {error}", file=sys.stderr)
         return EXIT_BAD_MESSAGE
     if start is None:
         return EXIT_DONE
@@ -71,7 +71,7 @@ def main(fd: int) -> int:
 
 
 def _read_start(sock: socket.socket) -> Start | None:
-    """The first message; None if the other side has gone."""
+    """The first message; None if the peer has disconnected."""
     from msgspec.msgpack import Decoder
 
     from ..serving.engine_process.framing import FrameReader
@@ -90,8 +90,8 @@ def _read_start(sock: socket.socket) -> Start | None:
 
 
 def _end_with(fd: int) -> None:
-    """End this process when the other side of the socket is gone, whatever it does then: it may be loading, or in a
-    long step. If it ends by itself, so much the better."""
+    """Kill this process if the peer disconnects, even while it loads or runs a long step, unless it ends by
+    itself."""
     poll = select.poll()
     poll.register(fd, 0)  # only what is always reported: that the other side hung up
     poll.poll()

@@ -1,4 +1,4 @@
-"""Reports of what went wrong in a command: one line on stderr, and an exit status."""
+"""Reports errors of a command: one line on stderr, and an exit status."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_OUTPUT = frozenset({errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, er
 
 @contextmanager
 def one_line_errors(debug: bool) -> Iterator[None]:
-    """Report what a user can mend as one line on stderr; let everything through when debugging."""
+    """Report a user's error as one line on stderr; let every exception through with ``--debug``."""
     try:
         yield
     except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
@@ -32,7 +32,7 @@ def one_line_errors(debug: bool) -> Iterator[None]:
 
 
 def is_of_output(error: BaseException) -> bool:
-    """True if something could not be written: the reader is gone, or the disk is full.
+    """True if writing failed: the reader has closed the pipe, or the disk is full.
 
     Errors of opening a file name it; those of writing do not.
     """
@@ -40,13 +40,13 @@ def is_of_output(error: BaseException) -> bool:
 
 
 def give_up_output(error: OSError) -> None:
-    """Say that the output could not be written, and let go of what is still buffered of it.
+    """Report that the output could not be written, and drop its buffered rest.
 
-    A reader that is gone, ``head`` for instance, has read what it wanted, so nothing is said then.
+    Silent if the reader closed the pipe, as ``head`` does.
     """
     if not isinstance(error, BrokenPipeError):
         with suppress(OSError):  # stderr may be full, too
-            typer.echo(f"pagoda: error: the output cannot be written: {error.strerror}", err=True)
+            typer.echo(f"pagoda: error: could not write the output: {error.strerror}", err=True)
     # Or the interpreter would fail once more when it flushes at exit.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):

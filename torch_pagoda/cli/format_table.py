@@ -13,7 +13,7 @@ _MIB = 2**20
 
 
 def format_table(formats: Sequence[FormatBytes]) -> FittedTable:
-    """A row for each format of a run of layers that are alike; sizes are of one such layer."""
+    """One row per format of a run of equal layers; sizes are per layer."""
     from ..rendering.fitted_table import FittedTable  # imports torch
 
     table = FittedTable(box=None, padding=(0, 2, 0, 0))
@@ -33,7 +33,7 @@ def format_table(formats: Sequence[FormatBytes]) -> FittedTable:
 
 
 def _runs(formats: Sequence[FormatBytes]) -> list[tuple[str, list[FormatBytes]]]:
-    """Layers that follow each other and are alike: their numbers, and what one of them holds."""
+    """Consecutive equal layers: their indices, and the contents of one."""
     by_layer: dict[int | None, list[FormatBytes]] = {}
     for one in formats:
         by_layer.setdefault(one.layer, []).append(one)

@@ -1,4 +1,4 @@
-"""Objects of the loaded libraries, taken out of what Python's garbage collector looks through."""
+"""Excludes the objects of loaded libraries from Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import gc
 
 
 def freeze_objects() -> None:
-    """Let later collections pass over everything that there is now.
+    """Exclude all current objects from later collections.
 
-    A full one looks at each of the million objects of the libraries that a server loads, which stops all of its
-    streams for 150 ms, in the middle of a burst of requests as likely as not.
+    A full collection visits the million objects of the libraries that a server loads, which stalls all its streams
+    for 150 ms, often in the middle of a burst of requests.
     """
     gc.collect()
     gc.freeze()

@@ -48,7 +48,7 @@ _NOT_RECOMMENDED = {"max_tokens": _DEFAULT_MAX_TOKENS, "temperature": 0.0}
 
 @dataclass(frozen=True)
 class GenerateOptions(EngineCommandOptions):
-    """Options of ``pagoda generate`` beside the keywords of ``LLM``."""
+    """Options of ``pagoda generate``, in addition to the keyword arguments of ``LLM``."""
 
     prompt: list[str] | None = option(
         None, "A prompt; give it several times for several prompts.", flags=("--prompt", "-p")
@@ -151,7 +151,7 @@ def generate(model: Model, own: GenerateOptions, engine: dict[str, Any]) -> None
 
 
 def _one_or_each(values: list[Any] | None) -> Any:
-    """The value of a repeatable option: a single value is for all prompts."""
+    """The value of a repeatable option: a single value applies to all prompts."""
     return values[0] if values and len(values) == 1 else values or None
 
 
@@ -159,7 +159,7 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
     """The prompts of both options, in that order.
 
     Raises:
-        ValueError: none at all, or a file that is not UTF-8 text.
+        ValueError: there is no prompt, or a file is not UTF-8 text.
     """
     found = list(prompts or [])
     if file is not None:
@@ -169,7 +169,7 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
             raise ValueError(f"--prompts-file {file} is not UTF-8 text: {error}") from error
         lines = [line for line in text.splitlines() if line.strip()]
         if not lines:
-            raise ValueError(f"--prompts-file {file} holds no prompt; write one per line")
+            raise ValueError(f"--prompts-file {file} has no prompts; write one per line")
         found += lines
     if not found:
         raise ValueError("no prompt given; use --prompt TEXT or --prompts-file FILE")
@@ -177,7 +177,7 @@ def _read_prompts(prompts: Sequence[str] | None, file: Path | None) -> list[str]
 
 
 def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
-    """Biases from what ``--logit-bias`` was given, by token id.
+    """Parse ``--logit-bias`` to biases by token id.
 
     Raises:
         ValueError: an entry is not ``ID:BIAS``.
@@ -188,13 +188,13 @@ def _read_biases(entries: Sequence[str] | None) -> dict[int, float] | None:
         try:
             biases[int(token)] = float(bias)
         except ValueError:
-            raise ValueError(f"--logit-bias {entry} is not ID:BIAS; write for example 42:-100") from None
+            raise ValueError(f"--logit-bias {entry} is not ID:BIAS; for example 42:-100") from None
     return biases or None
 
 
 @contextmanager
 def _progress_bar(total: int) -> Iterator[Callable[[EngineProgress], None] | None]:
-    """A callback for ``LLM.generate`` that draws a bar on stderr; None where stderr is not a terminal."""
+    """A callback for ``LLM.generate`` that draws a bar on stderr; None if stderr is not a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

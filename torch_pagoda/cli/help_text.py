@@ -1,4 +1,4 @@
-"""Help texts of the commands, written for the width of the terminal and not for that of the source."""
+"""Help texts of the commands, wrapped to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def join_lines(command: Any) -> None:
-    """Make each paragraph of a command's help, and of the commands below it, one line, which typer wraps to fit.
+    """Join each paragraph of a command's help, and of its subcommands', to one line, which typer wraps.
 
-    Typer joins the lines of the first paragraph only and breaks the others where the docstring is broken.
+    Typer joins the lines of the first paragraph only and keeps the docstring's line breaks in the others.
 
     Args:
-        command: a click command; a group's own are changed, too.
+        command: a click command; a group's subcommands are changed, too.
     """
     if command.help:
         paragraphs = inspect.cleandoc(command.help).split("\n\n")

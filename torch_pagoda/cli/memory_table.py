@@ -1,4 +1,4 @@
-"""The table of ``pagoda plan`` about what a memory is divided into; its figures add up as they are printed."""
+"""The memory table of ``pagoda plan``; its printed numbers add up."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _FEWEST_DECIMALS, _MOST_DECIMALS = 2, 6
 
 
 def memory_table(found: MemoryPlan) -> Table:
-    """The parts that the memory is divided into, in binary and in decimal units.
+    """The parts of the memory, in binary and in decimal units.
 
-    In each column the rows that are not indented add up to the last one, and the indented ones to the KV cache.
+    In each column, unindented rows add up to the last one, and indented rows to the KV cache.
 
     Args:
         found: the plan.
@@ -53,15 +53,14 @@ def memory_table(found: MemoryPlan) -> Table:
 
 
 def cache_name(found: MemoryPlan) -> str:
-    """What is left beside weights and activations is for these."""
+    """The share of memory left after weights and activations."""
     if not found.state_bytes:
         return "KV cache"
     return "KV cache and states" if found.pools else "states"
 
 
 def block_line(found: MemoryPlan) -> str:
-    """Say what blocks each pool has, for how many tokens, how many states there are, and what of the cache is too
-    little for more."""
+    """Describe each pool's blocks and tokens, the number of states, and the unused rest of the cache."""
     parts = []
     for pool in found.pools:
         layers = f" of {len(pool.layers)} layers" if len(found.pools) > 1 else ""
@@ -73,18 +72,18 @@ def block_line(found: MemoryPlan) -> str:
 
 
 def left_over(found: MemoryPlan) -> int:
-    """Bytes of the cache that no block and no state takes."""
+    """Bytes of the cache in no block and no state."""
     taken = sum(pool.num_blocks * pool.block_bytes for pool in found.pools) + found.state_slots * found.state_bytes
     return found.cache_bytes - taken
 
 
 def apportioned(parts: Sequence[int], unit: Fraction | int, whole: int) -> list[int]:
-    """Round sizes to multiples of a unit so that they add up, by the method of the largest remainder.
+    """Round sizes to multiples of a unit that add up, with the largest-remainder method.
 
     Args:
         parts: sizes.
-        unit: what one counts.
-        whole: units that they make up; their sum, rounded up or down.
+        unit: size of one unit.
+        whole: total units: the sum of the sizes, rounded up or down.
 
     Returns:
         The multiples: each the size divided by the unit, rounded up or down.
@@ -98,7 +97,7 @@ def apportioned(parts: Sequence[int], unit: Fraction | int, whole: int) -> list[
 
 
 def _column(outer: dict[str, int], inner: dict[str, int], memory: int, unit: int, divided: str) -> dict[str, str]:
-    """The figures of a column by row, with as many decimals as show three digits of the smallest part."""
+    """The numbers of a column by row, with enough decimals for three digits of the smallest part."""
     smallest = min(size for size in (memory, *outer.values()) if size > 0)
     decimals = min(max(2 - math.floor(math.log10(smallest / unit)), _FEWEST_DECIMALS), _MOST_DECIMALS)
     last = Fraction(unit, 10**decimals)

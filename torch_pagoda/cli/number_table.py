@@ -1,4 +1,4 @@
-"""Tables of numbers on a terminal: a column of names, and right-aligned columns of figures."""
+"""Tables of numbers on a terminal: one column of names, and right-aligned columns of numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a start is doing: a line on the terminal, with seconds; log lines where stderr is none."""
+"""Shows the phases of a start: a line on the terminal, with seconds; otherwise log lines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PhaseLine(Stopwatch):
         self._note = ""
 
     def note(self, text: str) -> None:
-        """Show how far the phase under way has come; "" for nothing."""
+        """Show the progress of the current phase; "" for none."""
         self._note = text
 
     def __rich__(self) -> Text:
@@ -40,13 +40,13 @@ class PhaseLine(Stopwatch):
 
 @contextmanager
 def show_phases(model: str = "") -> Iterator[None]:
-    """Show the phases of what is compiled inside on stderr, and clear them at the end.
+    """Show the compilation phases within this context on stderr, and clear them at the end.
 
-    Nothing is shown before the first phase begins. Where stderr is not a terminal, a line is logged at INFO as each
-    begins, whatever is logged otherwise.
+    Nothing is shown before the first phase begins. If stderr is not a terminal, each phase logs one line at INFO when
+    it begins, regardless of the log level.
 
     Args:
-        model: what is loaded first, for such a line; "" for nothing.
+        model: the name in that line of the model to load; "" for none.
     """
     console = Console(stderr=True)
     if not (console.is_terminal and sys.stderr.isatty()):
@@ -72,7 +72,7 @@ def show_phases(model: str = "") -> Iterator[None]:
 
 @contextmanager
 def log_phases(model: str = "") -> Iterator[None]:
-    """Log what ``show_phases`` shows, even where no more than warnings are logged."""
+    """Log the lines of ``show_phases`` even at level WARNING."""
     before = logger.level
     logger.setLevel(logging.INFO)
     if model:
@@ -86,7 +86,7 @@ def log_phases(model: str = "") -> Iterator[None]:
 
 @contextmanager
 def _logging_above(terminal: object) -> Iterator[None]:
-    """Let log messages that would go to ``terminal`` appear above the line instead of in it."""
+    """Print log messages for ``terminal`` above the line instead of in it."""
     moved = [
         handler
         for handler in logging.getLogger().handlers

@@ -1,4 +1,4 @@
-"""``pagoda plan``: what of a model fits into a memory."""
+"""``pagoda plan``: how much of a model's serving memory fits."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def plan(
             needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats))
         longest = needs.max_model_len
         if max_model_len is not None and longest is not None and max_model_len > longest:
-            raise ValueError(f"max_model_len={max_model_len} is above the model's {longest}; lower it")
+            raise ValueError(f"max_model_len={max_model_len} exceeds the model's {longest}; lower it")
         longest = max_model_len or longest or UNSTATED_MODEL_LEN
         sizes = _block_sizes(mean_length, sigma, longest, for_npu=options.target == "npu")
         if block_size is None:
@@ -138,7 +138,7 @@ def _kind_and_config(model: str) -> tuple[Any, Any, str]:
 
 
 def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> list[FormatBytes] | None:
-    """The formats of a quantized checkpoint; None for a float one."""
+    """The formats of a quantized checkpoint; None for an unquantized one."""
     import torch
 
     from ..checkpoint.format_bytes import formats_of_files
@@ -148,7 +148,7 @@ def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> 
 
 
 def _default_block_size(target: str) -> int:
-    """The block size that ``LLM`` takes by default."""
+    """The default block size of ``LLM``."""
     from ..runtime.engine.engine_options import DEFAULT_BLOCK_SIZE
     from ..runtime.npu_target import DEFAULT_BLOCK_SIZE as NPU_BLOCK_SIZE
 
@@ -156,7 +156,7 @@ def _default_block_size(target: str) -> int:
 
 
 def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: bool) -> BlockSizePlan | None:
-    """Block sizes compared for the expected lengths; None where nothing is said about them."""
+    """Block sizes compared for the expected lengths; None if no lengths are given."""
     from ..reports.block_size_plan import CANDIDATES, LogNormalLengths, plan_block_size
 
     if mean is None:
@@ -168,7 +168,7 @@ def _block_sizes(mean: float | None, sigma: float, longest: int, *, for_npu: boo
 def _as_dict(
     found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str
 ) -> dict[str, Any]:
-    """Everything that is printed, and more; sizes in bytes."""
+    """All printed values, and more; sizes in bytes."""
     block_sizes = None
     if sizes is not None:
         block_sizes = {
@@ -199,7 +199,7 @@ def _print(found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, 
 
 
 def _limits(found: MemoryPlan) -> Table:
-    """Sequences at once by length, in blocks and contiguous."""
+    """Concurrent sequences by length, in blocks and contiguous."""
     table = number_table("tokens each", "KV GiB", "KV GB", "paged", "used", "contiguous", "used", "run at once")
     for limit in found.limits:
         table.add_row(
@@ -232,7 +232,7 @@ def _sizes(sizes: BlockSizePlan) -> Table:
 
 
 def _words(found: MemoryPlan) -> Iterator[str]:
-    """The figures that are single numbers."""
+    """The scalar values."""
     if found.pools:
         block = _exactly(found.block_bytes)
         yield f"KV per token: {_exactly(found.token_bytes)}; a block of {found.block_size}: {block}"
@@ -249,12 +249,12 @@ def _words(found: MemoryPlan) -> Iterator[str]:
 
 
 def _number(amount: float) -> str:
-    """Three digits at least."""
+    """At least three digits."""
     return f"{amount:.2f}" if amount >= 1 or not amount else f"{amount:.3g}"
 
 
 def _size(size: int) -> str:
-    """Bytes in the binary unit that fits."""
+    """Bytes in a suitable binary unit."""
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if size >= 1 << power:
             return f"{size / (1 << power):.2f} {unit}"
@@ -262,5 +262,5 @@ def _size(size: int) -> str:
 
 
 def _exactly(size: int) -> str:
-    """Bytes in the binary unit that fits, and all of them."""
+    """Bytes in a suitable binary unit, and exactly."""
     return f"{_size(size)} ({size:,} bytes)" if size >= 1 << 10 else _size(size)

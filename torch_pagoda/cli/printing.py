@@ -1,4 +1,4 @@
-"""Output of ``pagoda generate``: texts or JSON lines to stdout, a summary and figures to stderr."""
+"""Output of ``pagoda generate``: texts or JSON lines to stdout, a summary and statistics to stderr."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RATIOS = ("utilization", "internal_fragmentation", "prefix_hit_rate")
 
 
 def print_outputs(outputs: Sequence[RequestOutput], as_json: bool, scores: list[list[float]] | None) -> None:
-    """Print texts, or a JSON object per prompt and line.
+    """Print texts, or one JSON object per prompt and line.
 
     Args:
         outputs: in the order of the prompts.
-        as_json: which of the two.
-        scores: of each completion, best first, where a beam search found them.
+        as_json: print JSON.
+        scores: scores of the completions of a beam search, best first.
     """
     if as_json:
         for index, output in enumerate(outputs):
@@ -77,7 +77,7 @@ def _logprobs(entries: Sequence[Mapping[int, Logprob] | None]) -> list[dict[int,
 
 
 def print_summary(outputs: Sequence[RequestOutput], seconds: float) -> None:
-    """One line on stderr: how many tokens, and how fast."""
+    """One line on stderr: the number of tokens, and the throughput."""
     tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     rate = tokens / seconds if seconds else 0.0
     noun = "prompt" if len(outputs) == 1 else "prompts"
@@ -85,7 +85,7 @@ def print_summary(outputs: Sequence[RequestOutput], seconds: float) -> None:
 
 
 def stats_table(stats: Mapping[str, int | float]) -> Table:
-    """The figures of ``LLM.stats``, one per row, as a table of at most 80 columns."""
+    """Statistics of ``LLM.stats``, one per row, as a table of at most 80 columns."""
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     table.add_column("figure")
     table.add_column("value", justify="right")

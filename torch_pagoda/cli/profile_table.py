@@ -15,7 +15,7 @@ def profile_table(profile: Profile) -> RenderableType:
 
 
 def _steps(profile: Profile) -> Table:
-    """A row for each kind of step."""
+    """One row per kind of step."""
     table = number_table("steps", "count", "seconds", "share", "in tokens", "decode tokens", "p50 ms")
     for kind, total in profile.totals.items():
         time = profile.step_time.get(kind)
@@ -32,7 +32,7 @@ def _steps(profile: Profile) -> Table:
 
 
 def _phases(profile: Profile) -> Table:
-    """A row for each phase, work beside the steps last."""
+    """One row per phase; work outside the steps comes last."""
     table = number_table("phase", "seconds", "share", "us per step")
     for name, seconds in profile.phases.items():
         each = 1e6 * seconds / profile.num_steps if profile.num_steps else 0.0
@@ -43,7 +43,7 @@ def _phases(profile: Profile) -> Table:
 
 
 def _latencies(profile: Profile) -> Table:
-    """A row for each latency, in milliseconds."""
+    """One row per latency, in milliseconds."""
     table = number_table("ms", "count", "mean", "p50", "p90", "p99", "max")
     rows: tuple[tuple[str, Percentiles | None], ...] = (
         ("queue", profile.queue_time),

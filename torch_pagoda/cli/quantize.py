@@ -1,4 +1,4 @@
-"""``pagoda quantize``: a checkpoint whose weights lose little when they are loaded with 4 bits."""
+"""``pagoda quantize``: calibrates a checkpoint so that 4-bit weights lose little."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def quantize(
         if form not in (None, "compressed-tensors"):
             raise ValueError(f"--format {form!r} is not supported; use compressed-tensors, or leave it out")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ValueError(f"OUT={str(out)!r} exists and is not an empty folder; give another")
+            raise ValueError(f"OUT={str(out)!r} is not an empty folder; use a new one")
         from transformers.utils import logging as transformers_logging
 
         from ..checkpoint.compressed_writer import check_writable, write_compressed
@@ -120,7 +120,7 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise ValueError(f"--text {path} is not UTF-8 text: {error}") from error
     if not text.strip():
-        raise ValueError(f"--text {path} is empty; give text of the kind that the model will see")
+        raise ValueError(f"--text {path} is empty; use text like the model's inputs")
     return text
 
 
@@ -128,17 +128,17 @@ def _check_sizes(tokens: int, window: int) -> None:
     if window < 2:
         raise ValueError(f"--window {window} is too short; use at least 2")
     if tokens < window:
-        raise ValueError(f"--tokens {tokens} is less than --window {window}; use more")
+        raise ValueError(f"--tokens {tokens} is below --window {window}; raise it")
 
 
 def _windows(tokenizer: PreTrainedTokenizerBase, texts: list[str], tokens: int, window: int) -> torch.Tensor:
-    """``[N, window]`` token ids: windows of the texts, evenly spread where there are too many."""
+    """``[N, window]`` token ids: windows of the texts, evenly spaced if there are too many."""
     import torch
 
     ids = [token for text in texts for token in tokenizer(text, verbose=False)["input_ids"]]
     count = len(ids) // window
     if not count:
-        raise ValueError(f"--text holds {len(ids)} tokens and a window takes {window}; give more text")
+        raise ValueError(f"--text has {len(ids)} tokens, fewer than --window {window}; add text")
     every = torch.tensor(ids[: count * window]).view(count, window)
     wanted = min(count, tokens // window)
     return every[torch.linspace(0, count - 1, wanted).round().long()]

@@ -37,7 +37,7 @@ _COMPILING = "dtype skip_pass only_pass trust_remote_code verbose debug"
 
 @dataclass(frozen=True)
 class InspectOptions(PassOptions):
-    """Options of ``pagoda inspect`` beside those of the compiler."""
+    """Options of ``pagoda inspect``, in addition to the compiler's."""
 
     context: int = option(1024, "Tokens of the sequence whose decode step is estimated, for an NPU.")
     torchair: bool = option(
@@ -156,7 +156,7 @@ def _log(verbose: bool) -> None:
 
 
 def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel | Skeleton:
-    """The model, or a few layers of it where the folder holds no weights."""
+    """The model, or a few layers of it if the folder has no weights."""
     if not _lacks_weights(Path(model).expanduser()):
         return _load(model, load, target)
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -172,7 +172,7 @@ def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrain
 
 
 def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
-    """The formats of a quantized checkpoint; none of a float one."""
+    """The formats of a quantized checkpoint; empty for an unquantized one."""
     from ..checkpoint.format_bytes import formats_of, formats_of_gguf
     from ..checkpoint.gguf.checkpoint import open_gguf
     from ..checkpoint.gguf.container import is_gguf
@@ -189,7 +189,7 @@ def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatByte
 
 
 def _lacks_weights(folder: Path) -> bool:
-    """True if ``folder`` holds a configuration and no weights."""
+    """True if ``folder`` has a configuration and no weights."""
     return (folder / "config.json").is_file() and not any(
         file for pattern in ("*.safetensors", "*.bin", "*.index.json") for file in folder.glob(pattern)
     )
@@ -200,7 +200,7 @@ def _load(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel:
 
     Args:
         model: checkpoint folder or hub id.
-        load: keywords of ``load_model``.
+        load: keyword arguments of ``load_model``.
         target: "auto", "cpu" or "npu".
     """
     import sys
@@ -218,13 +218,13 @@ def _load(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel:
 
 
 def _culprit(report: CompileReport) -> tuple[str, str]:
-    """The first pass, or the code generator, that is wrong, and why; ("", "") when none is."""
+    """The first pass, or the code generator, that breaks the model, and the reason; ("", "") if none does."""
     wrong = [(check.name, check.reason) for check in report.checks if check.reason]
     return (wrong + report.dropped_passes)[0] if wrong or report.dropped_passes else ("", "")
 
 
 def _checks(report: CompileReport) -> Table:
-    """A row for every pass: its matches and the error after it."""
+    """One row per pass: its matches and the error after it."""
     from ..rendering.fitted_table import FittedTable
 
     table = FittedTable(box=None, padding=(0, 2, 0, 0))

@@ -1,4 +1,4 @@
-"""``pagoda npu selftest``: a test of an Ascend device on a model, and its report."""
+"""``pagoda npu selftest``: tests an Ascend device with a model, and reports."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def selftest(
 
 
 def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, timeout: float, again: bool) -> Report:
-    """Run the test, which writes both reports, and print what they say first."""
+    """Run the test, write both reports, and print their beginning."""
     from ..npu_tools.selftest import run_selftest
     from ..npu_tools.selftest.selftest import STAGES
 
@@ -119,7 +119,7 @@ def _shown(report: Report) -> list[Any]:
 
 
 class _Progress:
-    """Lines on stderr: a stage when it begins, and its items where stderr is a terminal."""
+    """Lines on stderr: each stage when it begins, and its items if stderr is a terminal."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)

@@ -51,9 +51,9 @@ def serve(model: Model, own: ServeOptions, server: dict[str, Any], engine: dict[
     with one_line_errors(own.debug):
         _check_extra()
         if (own.ssl_certfile is None) != (own.ssl_keyfile is None):
-            raise ValueError("--ssl-certfile and --ssl-keyfile belong together; give both")
+            raise ValueError("--ssl-certfile and --ssl-keyfile need each other; give both")
         if own.ssl_ca_certs is not None and own.ssl_certfile is None:
-            raise ValueError("--ssl-ca-certs needs https; give --ssl-certfile and --ssl-keyfile")
+            raise ValueError("--ssl-ca-certs needs TLS; give --ssl-certfile and --ssl-keyfile")
         with _one_thread():  # all cores are the engine's
             import torch
 
@@ -73,10 +73,10 @@ def serve(model: Model, own: ServeOptions, server: dict[str, Any], engine: dict[
 
 
 def _check_extra() -> None:
-    """Name the extra where something of it is missing.
+    """Check that the optional dependencies are installed.
 
     Raises:
-        ValueError: one line.
+        ValueError: one line that names the missing ones.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
@@ -85,7 +85,8 @@ def _check_extra() -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Imports within keep libraries from starting threads for each core: those belong to the engine's process."""
+    """Imports in this context keep libraries from starting one thread per core, which only the engine process
+    needs."""
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
@@ -100,5 +101,5 @@ def _one_thread() -> Iterator[None]:
 def _warn_of_open_door(settings: Settings) -> None:
     if not settings.api_keys and not settings.is_loopback:
         typer.echo(
-            f"pagoda: warning: whoever reaches {settings.host} can use this server; give it an --api-key", err=True
+            f"pagoda: warning: anyone who can reach {settings.host} can use this server; set --api-key", err=True
         )

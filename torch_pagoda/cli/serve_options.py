@@ -1,4 +1,4 @@
-"""Options of ``pagoda serve`` as the server's settings: keys, files, names."""
+"""Converts options of ``pagoda serve`` to the server's settings: keys, files, names."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ def read_text(option: str, file: Path) -> str:
     """A file's text.
 
     Raises:
-        ValueError: it is not UTF-8 text, too large, or not there.
+        ValueError: it is not UTF-8 text, too large, or missing.
     """
     try:
         raw = file.read_bytes()
         if len(raw) > _MAX_FILE:
-            raise ValueError(f"{option} {file} is above {_MAX_FILE} bytes; give a smaller file")
+            raise ValueError(f"{option} {file} exceeds {_MAX_FILE} bytes; use a smaller file")
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} {file} is not UTF-8 text: {error}") from error
     except OSError as error:
-        raise ValueError(f"{option} {file} cannot be read: {error.strerror}; give another") from error
+        raise ValueError(f"{option} {file} could not be read: {error.strerror}; use another") from error
 
 
 def read_config(context: Any, file: Path | None) -> Path | None:
-    """Callback of ``--config``: what a file says is the default of the other options.
+    """Callback of ``--config``: the file's values become the defaults of the other options.
 
     Raises:
-        ValueError: the file is not JSON or YAML object, or names options that there are not.
+        ValueError: the file is not a JSON or YAML object, or names unknown options.
     """
     if file is None:
         return None
@@ -58,7 +58,7 @@ def read_config(context: Any, file: Path | None) -> Path | None:
         names = {parameter.name for parameter in context.command.params} - {"config", "model", "help"}
         renamed = {str(name).replace("-", "_"): value for name, value in values.items()}
         if unknown := sorted(set(renamed) - names):
-            raise ValueError(f"--config {file} has {', '.join(unknown)}, which are not options; see --help")
+            raise ValueError(f"--config {file} has unknown options {', '.join(unknown)}; see --help")
     except ValueError as error:
         raise typer.BadParameter(" ".join(str(error).split())) from error
     context.default_map = {**(context.default_map or {}), **renamed}
@@ -71,7 +71,7 @@ def _yaml_object(text: str) -> dict[str, Any]:
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"--config is not a YAML: {error}") from error
+        raise ValueError(f"--config is not valid YAML: {error}") from error
     if not isinstance(value, dict):
         raise ValueError("--config is not a YAML mapping; write 'option: value' lines")
     return value
@@ -79,7 +79,7 @@ def _yaml_object(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ServeOptions(EngineCommandOptions):
-    """Options of ``pagoda serve`` beside the server's settings and the keywords of ``LLM``."""
+    """Options of ``pagoda serve``, in addition to the server's settings and the keyword arguments of ``LLM``."""
 
     served_model_name: list[str] | None = option(None, "Name of the model for clients; repeatable.", metavar="NAME")
     restart_engine: int = option(3, "Starts of another engine in 10 minutes.")
@@ -108,14 +108,14 @@ def make_settings(
     """The server's settings.
 
     Args:
-        model: as it was named.
-        own: options of the command alone.
-        settings: fields of ``Settings`` that are options, too.
-        engine: keywords of ``LLM``; they are part of the fingerprint.
+        model: the argument MODEL.
+        own: options of this command only.
+        settings: fields of ``Settings`` that are options.
+        engine: keyword arguments of ``LLM``; they are part of the fingerprint.
         version: of this software.
 
     Raises:
-        ValueError: an option or a file cannot be used.
+        ValueError: an option or a file is invalid.
     """
     kwargs, queue = own.default_chat_template_kwargs, settings["max_queue"]
     return Settings(
@@ -134,7 +134,7 @@ def make_settings(
 
 
 def served_names(model: str, given: Sequence[str] | None) -> tuple[str, ...]:
-    """Names that clients may ask for: those that were given, else the folder's and the model as it was named."""
+    """Model names for clients: the given ones, else the folder's name and the argument MODEL."""
     if given:
         return tuple(dict.fromkeys(given))
     name = Path(model).resolve().name if Path(model).is_dir() else model
@@ -142,19 +142,19 @@ def served_names(model: str, given: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def api_keys(given: Sequence[str], file: Path | None, variable: str | None) -> tuple[ApiKey, ...]:
-    """Keys from the options ``--api-key``, a file with one in each line, and the environment.
+    """API keys from ``--api-key``, from a file with one per line, and from the environment.
 
     Each is ``KEY`` or ``NAME=KEY``.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file could not be read.
     """
     entries = [entry for entry in (*given, variable or "") if entry]
     if file is not None:
         lines = (line.strip() for line in read_text("--api-key-file", file).splitlines())
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:
-            raise ValueError(f"--api-key-file {file} holds no key; write one per line")
+            raise ValueError(f"--api-key-file {file} has no keys; write one per line")
         entries += found
     keys = []
     for number, entry in enumerate(entries, 1):

@@ -1,4 +1,4 @@
-"""The glue of ``pagoda serve``: tokenizer, engine, application and server put together."""
+"""Assembles ``pagoda serve``: tokenizer, engine, application and server."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Glue:
 
     Args:
         model: checkpoint folder or hub id.
-        options: keywords of ``LLM``.
-        settings: of the server.
-        own: options of the command alone.
+        options: keyword arguments of ``LLM``.
+        settings: settings of the server.
+        own: options of this command only.
 
     Raises:
-        ValueError: an option or address cannot be used.
+        ValueError: an option or address is invalid.
     """
 
     def __init__(self, model: str, options: dict[str, Any], settings: Settings, own: ServeOptions) -> None:
@@ -78,7 +78,7 @@ class Glue:
         """Serve until a signal; returns the exit status.
 
         Args:
-            say: is told the line for stdout.
+            say: called with the line for stdout.
         """
         try:
             import uvloop

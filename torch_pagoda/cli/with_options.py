@@ -1,4 +1,4 @@
-"""Commands whose options are the fields of option classes: one definition of types, defaults and help texts."""
+"""Commands with options from dataclass fields: one definition of types, defaults and help texts."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _KINDS: dict[str, Any] = {
 def with_options(
     own: type, panels: Sequence[tuple[str, str]], *groups: Sequence[type]
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command, which then has options that its signature does not list.
+    """Decorate a command to add options that its signature does not list.
 
-    The command is called with its own arguments, an instance of ``own``, and for each group a dictionary of its
-    options by name. A JSON object is decoded. A flag that is not off by default has an opposite, ``--no-…``;
-    ``--help`` shows the one of both that changes something.
+    The command is called with its own arguments, an instance of ``own``, and one dictionary of options per group.
+    JSON objects are decoded. A flag that is on by default gets an opposite, ``--no-…``; ``--help`` shows the one that
+    changes the default.
 
     Args:
         own: the option class of this command; has ``debug``.
@@ -67,17 +67,17 @@ def with_options(
 
 
 def json_object(flag: str, text: str) -> dict[str, Any]:
-    """The dictionary that an option was given.
+    """Parse an option to a dictionary.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a JSON object.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{flag} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{flag} is not a JSON object; write {{...}}")
+        raise ValueError(f"{flag} is not a JSON object; use {{...}}")
     return value
 
 
@@ -98,7 +98,7 @@ def _is_json(field: Field[Any]) -> bool:
 
 
 def _parameters(field: Field[Any], panel: str) -> Iterator[inspect.Parameter]:
-    """What typer makes the option of a field from."""
+    """Arguments for typer's option of a field."""
     shown = {"rich_help_panel": panel or None, **({"metavar": "JSON"} if _is_json(field) else {}), **field.metadata}
     if _has_opposite(field):
         for name, is_default in ((f"no_{field.name}", not field.default), (field.name, field.default)):
@@ -118,7 +118,7 @@ def _parameter(name: str, kind: Any, default: Any, shown: Mapping[str, Any]) -> 
 
 
 def _value(field: Field[Any], given: dict[str, Any]) -> Any:
-    """The value of an option from what typer read.
+    """The value of an option from typer's value.
 
     Raises:
         ValueError: a flag and its opposite, or text that is not a JSON object.
@@ -128,7 +128,7 @@ def _value(field: Field[Any], given: dict[str, Any]) -> Any:
         opposite = given[f"no_{field.name}"]
         if value and opposite:
             flags = f"{_flag(field.name)} and {_flag(f'no_{field.name}')}"
-            raise ValueError(f"{flags} contradict each other; give one")
+            raise ValueError(f"{flags} are mutually exclusive; give one")
         return True if value else False if opposite else field.default
     if _is_json(field) and value is not None:
         return json_object(_flag(field.name), value)

@@ -1,1 +1,1 @@
-"""Tools for the first hour with an NPU, and for work without one: doctor, selftest, offline toolchain."""
+"""Tools for first use of an NPU, and for work without one: doctor, selftest, offline toolchain."""

@@ -1,1 +1,1 @@
-"""Tables and HTML files that reports are made of."""
+"""Tables and HTML files for reports."""

@@ -36,12 +36,12 @@ td.code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 1
 
 
 def document(title: str, parts: Iterable[str], style: str = "") -> str:
-    """An HTML file that needs no other.
+    """A self-contained HTML file.
 
     Args:
-        title: of the file.
+        title: title of the file.
         parts: HTML.
-        style: CSS in addition to that of text and tables.
+        style: CSS in addition to the style of text and tables.
     """
     head = [
         "<!doctype html>",

@@ -1,4 +1,4 @@
-"""Tables of which a narrow terminal shows everything: cells are broken, not cut."""
+"""Tables that fit a narrow terminal: cells are wrapped, not truncated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNBOUNDED = 100_000
 
 
 class FittedTable(Table):
-    """A table that breaks headers and cells between words where it has too little room, then within words."""
+    """A table that wraps headers and cells between words if they are too wide, then within words."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         wide = options.update(width=_UNBOUNDED)
@@ -34,12 +34,12 @@ class FittedTable(Table):
 
 
 def fit(whole: Sequence[int], words: Sequence[int], room: int) -> list[int]:
-    """Widths of columns that take no more than ``room`` together, 1 each at least.
+    """Column widths that add up to at most ``room``, each at least 1.
 
     Args:
-        whole: widths that break nothing.
-        words: widths that break no word.
-        room: of all columns.
+        whole: widths without wrapping.
+        words: widths without breaking words.
+        room: total width.
     """
     widths = list(whole)
     for least in (words, [1] * len(widths)):

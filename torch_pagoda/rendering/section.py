@@ -1,4 +1,4 @@
-"""A section of a report: a table that a terminal and a page both show."""
+"""A section of a report: a table for both a terminal and a page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _MARKS = "#!`~"
 
 
 class Styled(NamedTuple):
-    """A text that stands out.
+    """Emphasized text.
 
     Attributes:
         text: the text.
@@ -29,12 +29,11 @@ class Section:
 
     Attributes:
         title: heading.
-        columns: names, with marks behind them: numbers stand in a column with ``#``, the cells of one with ``!`` are
-            never broken, those of one with a backtick are code, and those of one with ``~`` are so long that a
-            terminal lists them below the table.
-        rows: cells; a line break sets things apart that a page writes in one line.
+        columns: names, with trailing marks: ``#``: numbers; ``!``: cells never wrap; backtick: code; ``~``: cells are
+            so long that a terminal lists them below the table.
+        rows: cells; a page writes line breaks as one line.
         note: a sentence or two; "" for none.
-        hint: the same for the page alone, where there is room.
+        hint: the same for the page only, which has room.
     """
 
     title: str

@@ -35,7 +35,7 @@ def section_tables(section: Section) -> list[RenderableType]:
 
 
 def _long_cells(section: Section, first: str, shown: list[int]) -> Table:
-    """The cells that are too long for the table, each behind that of the column called ``first``."""
+    """The cells too long for the table, each after the row's cell of column ``first``."""
     lists = Table.grid(padding=(0, 2, 0, 0))
     lists.add_column(overflow="fold")
     lists.add_column(overflow="fold")

@@ -1,4 +1,4 @@
-"""Say what the compiler does to a model: ``explain`` and its report."""
+"""``explain`` and its report: what the compiler does to a model."""
 
 from __future__ import annotations
 

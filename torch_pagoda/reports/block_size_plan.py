@@ -1,11 +1,11 @@
-"""The block size that suits expected lengths: a pure function of them.
+"""Chooses a KV-cache block size for expected sequence lengths.
 
 A sequence of ``L`` tokens takes ``ceil(L / B)`` blocks of ``B`` tokens. Two costs pull in opposite directions, both
 counted in tokens of KV cache:
 
-- **internal fragmentation**: ``B * ceil(L / B) - L`` slots of the last block hold nothing, about ``B / 2`` of them;
+- **internal fragmentation**: ``B * ceil(L / B) - L`` slots of the last block are empty, about ``B / 2`` of them;
 - **overhead**: each block costs an entry of the block table, its bookkeeping, and a break in the stream of keys and
-  values that the attention kernel reads. It is taken to be as much as reading ``block_overhead`` tokens more.
+values that the attention kernel reads. It is counted as reading ``block_overhead`` more tokens.
 
 The cost of ``B`` is their expected sum, ``E[B * ceil(L / B) - L] + block_overhead * E[ceil(L / B)]``. For lengths far
 above ``B`` that is about ``B / 2 + block_overhead * E[L] / B``, least at ``B = sqrt(2 * block_overhead * E[L])``.
@@ -20,24 +20,24 @@ from dataclasses import dataclass
 from ..runtime.requests.checks import whole_number
 
 CANDIDATES = (8, 16, 32, 64, 128, 256)
-"""Block sizes that are compared unless others are given."""
+"""Block sizes compared by default."""
 
 BLOCK_OVERHEAD = 0.5
-"""Tokens of KV whose reading takes as long as what one more block costs. Decode steps of the CPU kernel, timed at
-block sizes from 8 to 256 for 4 and 8 KV heads of 64 and 128 in float32 and bfloat16, give between 0 and 0.8."""
+"""Tokens of KV whose reading takes as long as one more block. Decode steps of the CPU kernel, timed at block sizes
+from 8 to 256 for 4 and 8 KV heads of 64 and 128 in float32 and bfloat16, give between 0 and 0.8."""
 
 LONGEST = 1 << 17
-"""Tokens that a log-normal length is cut at unless the model's own limit is given."""
+"""Default maximum tokens of a log-normal length."""
 
 
 @dataclass(frozen=True)
 class LogNormalLengths:
-    """Lengths whose logarithm is normally distributed.
+    """A log-normal distribution of lengths.
 
     Attributes:
-        mean: expected tokens of a sequence, prompt and output together, before they are cut.
+        mean: expected tokens of a sequence, prompt and output together, before truncation.
         sigma: standard deviation of the logarithm; 0 when all are equal.
-        longest: longer ones are cut to so many tokens.
+        longest: maximum tokens; longer lengths are truncated.
     """
 
     mean: float
@@ -46,9 +46,9 @@ class LogNormalLengths:
 
     def __post_init__(self) -> None:
         if not (self.mean > 0 and math.isfinite(self.mean)):
-            raise ValueError(f"mean={self.mean} is not a positive number of tokens; use one")
+            raise ValueError(f"mean={self.mean} is not positive; use a positive number of tokens")
         if not (self.sigma >= 0 and math.isfinite(self.sigma)):
-            raise ValueError(f"sigma={self.sigma} is not a standard deviation; use a number of at least 0")
+            raise ValueError(f"sigma={self.sigma} is not a standard deviation; use at least 0")
         whole_number("longest", self.longest, 1, "use the model's longest sequence")
 
     def exceeds(self, tokens: float) -> float:
@@ -71,9 +71,9 @@ class BlockSizeCost:
     Attributes:
         block_size: tokens per block.
         blocks: expected blocks of a sequence.
-        wasted_tokens: expected slots that hold no token.
-        fragmentation: those as a share of all slots that are taken.
-        overhead_tokens: what the blocks themselves cost, in tokens.
+        wasted_tokens: expected empty slots.
+        fragmentation: these as a share of all allocated slots.
+        overhead_tokens: cost of the blocks themselves, in tokens.
     """
 
     block_size: int
@@ -90,10 +90,10 @@ class BlockSizeCost:
 
 @dataclass(frozen=True)
 class BlockSizePlan:
-    """The choice, and what it was made from.
+    """The chosen block size, and the costs behind it.
 
     Attributes:
-        block_size: the cheapest candidate; the larger one of two that cost the same.
+        block_size: the cheapest candidate; on a tie, the larger one.
         mean_tokens: expected tokens of a sequence.
         costs: of all candidates, in ascending order of size.
     """
@@ -114,7 +114,7 @@ def plan_block_size(
     Args:
         lengths: samples, tokens of prompt and output together, or a distribution.
         candidates: block sizes to choose from; for an NPU multiples of 16.
-        block_overhead: what one block costs beside its tokens, in tokens of KV that could be read instead.
+        block_overhead: cost of one block in addition to its tokens, in tokens of KV read.
 
     Raises:
         ValueError: no lengths, no candidates, one below 1, or a negative overhead.
@@ -123,9 +123,9 @@ def plan_block_size(
         if not lengths:
             raise ValueError("lengths is empty; give the tokens of at least one sequence")
         if min(lengths) < 1:
-            raise ValueError(f"lengths holds {min(lengths)}; a sequence has at least 1 token")
+            raise ValueError(f"lengths has {min(lengths)}; use at least 1 token per sequence")
     if not candidates or min(candidates) < 1:
-        raise ValueError(f"candidates={list(candidates)} must name block sizes of at least 1 token")
+        raise ValueError(f"candidates={list(candidates)} is invalid; give block sizes of at least 1 token")
     if not block_overhead >= 0:
         raise ValueError(f"block_overhead={block_overhead} is negative; use at least 0")
     tokens = expected_blocks(lengths, 1)
@@ -139,7 +139,7 @@ def plan_block_size(
 
 
 def expected_blocks(lengths: Sequence[int] | LogNormalLengths, block_size: int) -> float:
-    """``E[ceil(L / block_size)]``: blocks that a sequence takes on average."""
+    """``E[ceil(L / block_size)]``: mean blocks per sequence."""
     if not isinstance(lengths, LogNormalLengths):
         return sum(-(-length // block_size) for length in lengths) / len(lengths)
     # A block more is taken for each multiple of the block size that the length exceeds.

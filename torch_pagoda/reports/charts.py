@@ -1,4 +1,4 @@
-"""Figures of a report as SVG: bars, and the roofline of a chip. Every number that is drawn is also written."""
+"""Figures of a report as SVG: bars, and a chip's roofline. Every drawn number is also written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Bar:
     """One bar.
 
     Attributes:
-        label: what it shows.
+        label: the label.
         value: its length, at least 0.
-        text: the value as it is written.
+        text: the value as text.
         kind: CSS class, "before" or "after".
     """
 
@@ -36,10 +36,10 @@ class Point:
     """A step in a roofline.
 
     Attributes:
-        name: of the step.
+        name: name of the step.
         intensity: operations per byte.
         speed: operations per second.
-        text: both as they are written.
+        text: both as text.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Point:
 
 
 def bars(title: str, entries: Sequence[Bar]) -> str:
-    """Horizontal bars on one scale that begins at 0, each below its label and beside its number."""
+    """Horizontal bars on one scale from 0, each below its label and left of its number."""
     longest = max((bar.value for bar in entries), default=0) or 1
     room = _WIDTH - _NUMBERS
     parts = []
@@ -67,14 +67,14 @@ def bars(title: str, entries: Sequence[Bar]) -> str:
 
 
 def roofline(title: str, points: Sequence[Point], bandwidth: float, peak: float, roof: str) -> str:
-    """Operations per second over operations per byte, both on logarithmic scales.
+    """Operations per second against operations per byte, on logarithmic scales.
 
     Args:
-        title: of the figure.
+        title: title of the figure.
         points: steps.
-        bandwidth: of the memory, bytes per second: the slope of the roof.
-        peak: operations per second: its ridge.
-        roof: both, as they are written.
+        bandwidth: memory bandwidth in bytes per second: the slope of the roof.
+        peak: operations per second: the flat part of the roof.
+        roof: both as text.
     """
     ridge = peak / bandwidth
     xs = [math.log10(x) for x in (ridge, *(point.intensity for point in points))]

@@ -1,4 +1,4 @@
-"""The operators of one decoder layer as a graph to draw: boxes and arrows, views left out."""
+"""The operators of one decoder layer as a graph to draw: boxes and arrows, without views."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _SHORT_DTYPE = {
 
 @dataclass(frozen=True)
 class Box:
-    """An operator, or something that comes from outside of the layer.
+    """An operator, or an input or output of the layer.
 
     Attributes:
-        title: operator, or what comes in.
+        title: name of the operator or the input.
         subtitle: dtype and shape of the result.
         kind: region of the operator ("" for the rest), "input" or "output".
         details: lines for a tooltip: module, source line, weights.
@@ -54,7 +54,7 @@ class LayerGraph:
 def layer_graph(traced: TracedGraph, layers: DecoderLayers, index: int) -> LayerGraph:
     """The operators of layer ``index`` of a graph.
 
-    Parameters and the metadata of a step are left out, or every box would have three arrows more.
+    Parameters and step metadata are left out; they would add three arrows to every box.
     """
     inside = [n for n in layers.nodes(index) if launches_work(n)]
     boxes: list[Box] = []
@@ -90,7 +90,7 @@ def _box(traced: TracedGraph, node: fx.Node) -> Box:
 
 
 def _outer(traced: TracedGraph, layers: DecoderLayers, source: fx.Node) -> Box | None:
-    """The box of a tensor that comes into a layer; None for weights and for what a step brings along."""
+    """The box of an input of the layer; None for weights and step metadata."""
     if source.op != "placeholder":
         if source.op != "call_function" or not launches_work(source):
             return None
@@ -108,7 +108,7 @@ def _outer(traced: TracedGraph, layers: DecoderLayers, source: fx.Node) -> Box |
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose elements ``node`` reads, seen through views."""
+    """The nodes whose elements ``node`` reads, through views."""
     found: dict[fx.Node, None] = {}
     for n in node.all_input_nodes:
         while n.op == "call_function" and not launches_work(n) and n.all_input_nodes:
@@ -140,7 +140,7 @@ def _shape(traced: TracedGraph, node: fx.Node) -> str:
 
 
 def _size(traced: TracedGraph, size: Any) -> str:
-    """A number; in terms of "T" where it follows the number of tokens, "N" for other sizes of a step."""
+    """A number as text; in terms of "T" if it depends on the number of tokens, "N" for other sizes of a step."""
     if isinstance(size, int):
         return str(size)
     expression = size.node.expr

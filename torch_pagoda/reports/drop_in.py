@@ -23,14 +23,14 @@ _PER_TOKEN = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 
 @dataclass(frozen=True)
 class DropIn:
-    """Dynamo's treatment of a model.
+    """Dynamo's graphs and graph breaks for a model.
 
     Attributes:
-        observed: on example inputs; else the capture of one whole graph stands for it, which has no breaks.
+        observed: counted on example inputs; else inferred from the capture as one graph, which has no breaks.
         graphs: graphs that the first call compiled.
-        graph_breaks: places where Dynamo gave up and went on in Python.
-        reasons: of the breaks, one line each.
-        recompiles: graphs compiled after the first call, on the same inputs once more and on longer ones.
+        graph_breaks: points at which Dynamo fell back to Python.
+        reasons: one line per break.
+        recompiles: graphs compiled after the first call, on the same inputs and on longer ones.
     """
 
     observed: bool
@@ -46,15 +46,15 @@ CAPTURED_WHOLE = DropIn(observed=False, graphs=1, graph_breaks=0, reasons=(), re
 def observe(model: nn.Module, example: Mapping[str, Any] | Sequence[Any] | torch.Tensor) -> DropIn:
     """Call ``model`` under ``torch.compile`` and count: on the example twice, then one and two tokens longer.
 
-    The graphs run as they are, without any backend.
+    The graphs run eagerly, without any backend.
 
     Args:
         model: in eval mode.
         example: keyword arguments, positional arguments, or the one positional argument.
 
     Raises:
-        TypeError: the example is none of these.
-        ValueError: the model does not run on it.
+        TypeError: the example has another type.
+        ValueError: the model fails on the example.
     """
     arguments, keywords = _as_call(example)
     compiled: list[fx.GraphModule] = []
@@ -76,7 +76,7 @@ def observe(model: nn.Module, example: Mapping[str, Any] | Sequence[Any] | torch
             given, named = _inputs(arguments, keywords, extra=0)
             run(*given, **named)
     except Exception as error:
-        raise ValueError(f"{type(model).__name__} does not run on the example: {error}") from error
+        raise ValueError(f"{type(model).__name__} fails on the example: {error}") from error
     breaks = Counter(counters["graph_break"]) - before
     first = len(compiled)
     for extra in (0, 1, 2):
@@ -85,7 +85,7 @@ def observe(model: nn.Module, example: Mapping[str, Any] | Sequence[Any] | torch
             with torch.no_grad():
                 run(*given, **named)
         except Exception as error:  # a static cache that is full, for instance
-            log.info("not called %d tokens longer: %s", extra, error)
+            log.info("skipped the call with %d more tokens: %s", extra, error)
             break
     reasons = tuple(" ".join(str(reason).split())[:200] for reason in breaks)
     return DropIn(True, first, sum(breaks.values()), reasons, len(compiled) - first)
@@ -102,14 +102,14 @@ def _as_call(example: Any) -> tuple[list[Any], dict[str, Any]]:
 
 
 def _inputs(arguments: Sequence[Any], keywords: Mapping[str, Any], extra: int) -> tuple[list[Any], dict[str, Any]]:
-    """A copy of the inputs with ``extra`` more tokens; every tensor of the copy stands for itself."""
+    """A copy of the inputs with ``extra`` more tokens; its tensors share no memory."""
     given = [_longer(a, extra, isinstance(a, torch.Tensor) and not a.is_floating_point()) for a in arguments]
     named = {k: _longer(v, extra, k in _PER_TOKEN, positions=k == "position_ids") for k, v in keywords.items()}
     return given, named
 
 
 def _longer(argument: Any, extra: int, per_token: bool, positions: bool = False) -> Any:
-    """A copy with ``extra`` more columns, where the argument has one column per token."""
+    """A copy with ``extra`` more columns, if the argument has one column per token."""
     if not per_token or not isinstance(argument, torch.Tensor) or argument.dim() != 2:
         return copy.deepcopy(argument)
     column = argument[:, -1:]

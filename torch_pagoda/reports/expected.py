@@ -1,7 +1,7 @@
-"""Contents of a graph before any pass: norms, rotations, attention, MLPs and MoE blocks, counted by provenance.
+"""Counts norms, rotary embeddings, attention, MLPs and MoE blocks of an unmodified graph by provenance.
 
-The passes recognize these by what they compute. Here they are found by where they come from, class names of modules
-and names of traced functions, so that the two counts are independent and their difference says what was missed.
+The passes recognize these by their computation. Here they are found by class names of modules and names of traced
+functions, so that the two counts are independent and their difference shows what the passes missed.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _SLICES = frozenset("slice split split_with_sizes chunk select unbind getitem na
 
 @dataclass(frozen=True)
 class Expected:
-    """One thing that a pass should recognize.
+    """One structure that a pass should recognize.
 
     Attributes:
         kind: one of ``KINDS``.
         spelling: "rms" or "layer" for norms, "sdpa" or "eager" for attention, else "".
         module: qualified name of the module that computes it.
-        layer: decoder layer, -1 outside of all.
+        layer: index of the decoder layer; -1 outside of all.
         nodes: names of the graph nodes that compute it.
     """
 
@@ -60,14 +60,14 @@ class Expected:
 
 
 def expected_matches(graph: fx.Graph, layers: DecoderLayers | None = None) -> list[Expected]:
-    """Everything of ``KINDS`` that an untouched ATen graph holds, in graph order.
+    """All structures of ``KINDS`` in an unmodified ATen graph, in graph order.
 
-    ``rope`` counts rotated tensors: queries and keys of one attention are two. ``gated_mlp`` leaves out the experts
-    of MoE blocks and ``activation`` what belongs to a gated MLP.
+    ``rope`` counts rotated tensors: the queries and keys of one attention are two. ``gated_mlp`` excludes the experts
+    of MoE blocks, and ``activation`` those of gated MLPs.
 
     Args:
         graph: an ATen graph of the whole model, with provenance.
-        layers: its decoder layers, when they are known already.
+        layers: its decoder layers, if known.
     """
     found_layers = layers if layers is not None else decoder_layers(graph)
     calls = [n for n in graph.nodes if n.op == "call_function" and is_tensor_call(n)]
@@ -88,13 +88,13 @@ def expected_matches(graph: fx.Graph, layers: DecoderLayers | None = None) -> li
 
 
 def per_layer(expected: Iterable[Expected], layers: DecoderLayers) -> list[dict[str, int]]:
-    """The number of each kind that every decoder layer holds."""
+    """The number of structures of each kind per decoder layer."""
     counts = [Counter(e.kind for e in expected if e.layer == i) for i in range(len(layers.paths))]
     return [{kind: c[kind] for kind in KINDS} for c in counts]
 
 
 def is_tensor_call(node: fx.Node) -> bool:
-    """True if ``node`` yields tensors, or several things of which some are."""
+    """True if ``node`` returns a tensor, or a tuple with tensors."""
     return is_tensor(node) or isinstance(node.meta.get("example_value"), tuple | list)
 
 
@@ -122,7 +122,7 @@ def _module(group: Sequence[fx.Node]) -> str:
 
 
 def _norms(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Calls of norm modules: what their own forward traced, apart for each call."""
+    """Calls of norm modules: the nodes of each call of their forward."""
 
     def norm(node: fx.Node) -> Scope | None:
         stack = scopes(node)
@@ -132,10 +132,10 @@ def _norms(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _rotations(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """One group per rotated tensor: its last node first, then what computes it.
+    """One group per rotated tensor: its last node first, then the nodes that compute it.
 
-    A rotation is what functions called ``apply_rotary...`` or ``rotate_...`` trace. Where only the helper that
-    swaps the halves has such a name, what adds its product up belongs to it too.
+    A rotation consists of the nodes traced in functions called ``apply_rotary...`` or ``rotate_...``. If only the
+    helper that swaps the halves has such a name, the multiply-add of its result is included.
     """
     region = {n for n in calls if any(ROTARY_FUNCTION.search(f.function) for f in frames(n))}
     computed: set[fx.Node] = set()
@@ -146,7 +146,7 @@ def _rotations(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _attention(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Attention calls: fused ones, and softmax whose result multiplies something."""
+    """Attention calls: fused ones, and a softmax whose result is multiplied."""
     found = []
     for node in calls:
         name = callee(node)
@@ -157,7 +157,7 @@ def _attention(calls: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _moe_blocks(calls: Sequence[fx.Node]) -> dict[str, list[fx.Node]]:
-    """Nodes traced in experts (``...Experts``), by the module that holds them; attention over experts left out."""
+    """Nodes traced in experts (``...Experts``), by the module that contains them; without attention over experts."""
     blocks: dict[str, list[fx.Node]] = {}
     for node in calls:
         stack = scopes(node)
@@ -173,9 +173,9 @@ def _within(node: fx.Node, kinds: re.Pattern[str]) -> bool:
 
 
 def _gated_products(calls: Sequence[fx.Node]) -> list[fx.Node]:
-    """Products of two projections of which one has passed a nonlinearity: the heart of every gated MLP.
+    """Products of two projections, one of them through a nonlinearity: the core of every gated MLP.
 
-    The two are of one shape, so that a gate of one number per token is none.
+    The two have the same shape, so a gate with one number per token does not count.
     """
     sources: dict[fx.Node, frozenset[fx.Node]] = {}
     bent: set[fx.Node] = set()
@@ -205,7 +205,7 @@ def _is_gated(inputs: Sequence[fx.Node], sources: dict[fx.Node, frozenset[fx.Nod
 
 
 def _stops(name: str) -> bool:
-    """True if an operator's result is no longer a projection seen through elementwise work."""
+    """True if an operator's result no longer derives elementwise from a projection."""
     return (
         "softmax" in name
         or "attention" in name
@@ -215,7 +215,7 @@ def _stops(name: str) -> bool:
 
 
 def _plain_activations(calls: Sequence[fx.Node], gated: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Activations that no gated product takes in: calls of activation modules, and functions between two products."""
+    """Activations outside gated products: calls of activation modules, and functions between two products."""
 
     def activation(node: fx.Node) -> str | None:
         stack = scopes(node)
@@ -234,7 +234,7 @@ def _plain_activations(calls: Sequence[fx.Node], gated: Sequence[fx.Node]) -> li
 
 
 def _regions(calls: Sequence[fx.Node], key: Callable[[fx.Node], object]) -> list[list[fx.Node]]:
-    """Nodes of one key that are connected with each other, in graph order; nodes whose key is None are left out."""
+    """Groups of connected nodes with the same key, in graph order; nodes with key None are left out."""
     keys = {n: k for n in calls if (k := key(n)) is not None}
     root: dict[fx.Node, fx.Node] = {n: n for n in keys}
 
@@ -255,7 +255,7 @@ def _regions(calls: Sequence[fx.Node], key: Callable[[fx.Node], object]) -> list
 
 
 def _reaches(node: fx.Node, wanted: Callable[[fx.Node], bool], steps: int = 8) -> bool:
-    """True if a product is reached within a few nodes that only view, cast, mask or scale."""
+    """True if a product follows within a few nodes that only view, cast, mask or scale."""
     level = {node}
     for _ in range(steps):
         level = {user for n in level for user in n.users}

@@ -1,4 +1,4 @@
-"""``explain``: run the compiler up to the point where code is generated, and say what it did."""
+"""``explain``: run the compiler up to code generation, and report what it did."""
 
 from __future__ import annotations
 
@@ -69,29 +69,28 @@ def explain(
     schedule: bool = False,
     **options: Any,
 ) -> Explanation:
-    """Say what compiling ``model`` does to it: per pass, per decoder layer, and what is left.
+    """Report what compiling ``model`` does to it: per pass, per decoder layer, and what is left.
 
-    No code is generated, and the values and names of the weights stay. A model that cannot be served is explained as
-    far as it goes.
+    Generates no code and keeps the values and names of the weights. An unsupported model is explained as far as
+    possible.
 
     Args:
-        model: a transformers causal LM in eval mode, or a skeleton of one, which is not compared with anything.
+        model: a transformers causal LM in eval mode, or a skeleton of one, whose outputs cannot be compared.
         example: inputs of a forward call, to count graph breaks and recompiles under ``torch.compile``: keyword
-            arguments as a dict, positional ones as a tuple, or a tensor. Without one there is nothing to recompile,
-            and a model that is captured as one whole graph has no breaks.
-        target: "cpu" or "npu"; None for what the model's device asks for. No NPU is needed for "npu".
-        context: for an NPU, tokens that the sequence of the estimated decode step has.
-        torchair: for an NPU, let the real torchair convert the graph, if the offline toolchain is there
-            (``pagoda npu setup``); that takes half a minute.
-        schedule: for an NPU, also plan what a decode step could run on a second stream, fetch early and launch as
-            one.
-        **options: as in ``CompileOptions``, ``soc`` for instance. ``verify="off"`` spares the self-check, which runs
+            arguments as a dict, positional ones as a tuple, or a tensor. Without it, recompiles are unknown, and a
+            model captured as one graph has no breaks.
+        target: "cpu" or "npu"; None: that of the model's device. "npu" needs no NPU.
+        context: for an NPU, tokens of the sequence in the estimated decode step.
+        torchair: for an NPU, convert the graph with the real torchair, if the offline toolchain is installed
+            (``pagoda npu setup``); takes half a minute.
+        schedule: for an NPU, also plan a second stream, early fetches and fused launches of a decode step.
+        **options: as in ``CompileOptions``, for example ``soc``. ``verify="off"`` skips the self-check, which runs
             the model.
 
     Raises:
-        TypeError: the model is not a module, or the example no inputs.
-        ValueError: the model is in train(), is on a device other than a CPU or an NPU, does not run on the example,
-            or an option is wrong.
+        TypeError: the model is not a module, or the example has another type.
+        ValueError: the model is in train(), is on a device other than a CPU or an NPU, or fails on the example, or an
+            option is invalid.
     """
     skeleton = model if isinstance(model, Skeleton) else None
     model = skeleton.model if skeleton is not None else getattr(model, "_orig_mod", model)
@@ -107,9 +106,7 @@ def explain(
         options["verify"] = "off"
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if device.type not in ("cpu", "npu"):
-        raise ValueError(
-            f"model is on {device}, and explain takes models on 'cpu' or 'npu'; call model.to('cpu') first"
-        )
+        raise ValueError(f"model is on {device}, but explain needs 'cpu' or 'npu'; call model.to('cpu') first")
     parsed = CompileOptions.from_dict({**options, "codegen": "none", "target": target or "auto"})
     parsed = parsed.for_device(device.type)
     parsed = on_recorded_grid(parsed, getattr(model, "config", None))
@@ -161,7 +158,7 @@ def explain(
 
 
 def _representatives(skeleton: Skeleton | None, layers: DecoderLayers) -> tuple[int, ...]:
-    """For each layer of the whole model the layer of the graph that is like it."""
+    """For each layer of the whole model, the equal layer of the graph."""
     if skeleton is not None and skeleton.depth == len(layers.paths):
         return skeleton.representatives
     return identity(len(layers.paths))

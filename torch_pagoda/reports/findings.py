@@ -1,4 +1,4 @@
-"""Findings of ``explain``: data, and its form as a dict."""
+"""Findings of ``explain`` as data, and as a dict."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .wording import in_runs
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A place that a pass looked at and left alone.
+    """A site that a pass examined and did not rewrite.
 
     Attributes:
         module: qualified name of the module, "" when unknown.
@@ -39,13 +39,13 @@ class PassSummary:
 
     Attributes:
         name: as in the pipeline list.
-        level: lowest ``opt_level`` that runs it; -1 for what is not an entry of the list.
-        matches: places that it rewrote.
-        expected: how many there are by provenance; None for passes that rewrite what others recognized.
+        level: lowest ``opt_level`` that runs it; -1: not in the pipeline list.
+        matches: sites that it rewrote.
+        expected: number of sites by provenance; None for passes that rewrite recognized operators.
         expected_per_layer: the same, the maximum over decoder layers.
-        near_misses: places that it left alone.
+        near_misses: sites that it did not rewrite.
         seconds: wall time.
-        dropped: why the self-check left it out, "" when it did not.
+        dropped: reason why the self-check dropped it; "" if it did not.
         place: as in the pipeline list.
     """
 
@@ -61,7 +61,7 @@ class PassSummary:
 
     @property
     def title(self) -> str:
-        """Name and place, as reports show them."""
+        """Name and position, as reports show them."""
         return titled(self.name, self.place)
 
 
@@ -70,13 +70,13 @@ class LayerSummary:
     """One decoder layer.
 
     Attributes:
-        index: number of the layer.
+        index: index of the layer.
         path: qualified name.
-        operators_before: operators that launch work in the untouched model, in order.
-        operators_after: the same of the lowered graph.
+        operators_before: operators that launch work in the unmodified model, in order.
+        operators_after: those of the lowered graph.
         traffic_before: bytes that they move.
         traffic_after: bytes that they move.
-        expected: how many norms, rotations, ... the untouched layer holds.
+        expected: number of norms, rotary embeddings, ... in the unmodified layer.
     """
 
     index: int
@@ -93,11 +93,11 @@ class TargetGraph:
     """The whole lowered graph.
 
     Attributes:
-        operators: how often each operator that launches work is in it.
-        launches_per_layer: operators of the decoder layer that has most; None where nothing was lowered.
+        operators: number of each operator that launches work.
+        launches_per_layer: maximum operators per decoder layer; None if nothing was lowered.
         cache_copies: copies of a whole key or value cache.
         token_bytes: keys and values of one token, in all layers of the model.
-        state_bytes: state of one sequence, likewise; 0 where the model keeps none.
+        state_bytes: state of one sequence, likewise; 0 if the model has none.
     """
 
     operators: dict[str, int]
@@ -109,26 +109,26 @@ class TargetGraph:
 
 @dataclass
 class Findings:
-    """All that was found out about compiling a model.
+    """All findings about compiling a model.
 
     Attributes:
         model: class name.
-        target: what it is compiled for.
-        opt_level: the level that was asked for.
+        target: the target.
+        opt_level: the requested level.
         passes: in order.
-        layers: the decoder layers, all of the model's.
-        recognized: by kind, what the model holds and how much of it was recognized.
-        leftovers: operators that passes should have taken; for an NPU all of ATen that decoder layers still hold.
+        layers: all decoder layers of the model.
+        recognized: by kind, the number in the model and how many were recognized.
+        leftovers: operators that passes should have rewritten; for an NPU, all ATen operators left in decoder layers.
         target_graph: the lowered graph as a whole.
         drop_in: graph breaks and recompiles.
-        verdict: of the self-check; None when it was off or there is nothing to check.
-        refused: why the model cannot be served paged, "" when it can. What follows from the lowered graph is empty
-            then.
+        verdict: result of the self-check; None if it was off or had nothing to check.
+        refused: reason why the model cannot be served paged; "" if it can. If set, everything derived from the
+            lowered graph is empty.
         seconds: wall time by phase.
         drawings: per layer, the operators before and after as graphs.
-        npu: what is said about an NPU; None for another target or a model that cannot be served.
-        built_layers: how many decoder layers were built and looked at, where these stand for all (see
-            ``Skeleton``); None for a whole model.
+        npu: findings for an NPU; None for another target or an unsupported model.
+        built_layers: number of decoder layers that were built to represent all (see ``Skeleton``); None for a whole
+            model.
     """
 
     model: str
@@ -149,11 +149,11 @@ class Findings:
 
     @property
     def launches_before(self) -> int:
-        """Operators of the untouched decoder layer that has most."""
+        """Maximum operators per decoder layer of the unmodified model."""
         return max((len(layer.operators_before) for layer in self.layers), default=0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the drawings, ready for ``json.dump``."""
+        """Everything except the drawings, ready for ``json.dump``."""
         return {
             "model": self.model,
             "target": self.target,
@@ -180,7 +180,7 @@ class Findings:
 
 
 def groups_of_layers(layers: Iterable[LayerSummary]) -> list[tuple[str, LayerSummary]]:
-    """Layers with the same operators as one: their numbers, and the first of them."""
+    """Layers with equal operators: their indices, and the first layer."""
     groups: dict[Hashable, list[LayerSummary]] = {}
     for layer in layers:
         key = (layer.operators_before, layer.operators_after, layer.traffic_before, layer.traffic_after)

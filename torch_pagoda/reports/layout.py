@@ -1,4 +1,4 @@
-"""Places for the boxes of a directed graph: ranks from top to bottom, few crossings, short straight arrows.
+"""Positions for the boxes of a directed graph: ranks from top to bottom, few crossings, short straight arrows.
 
 The steps of Sugiyama, Tagawa and Toda (1981): ranks by longest path, arrows over several ranks cut by dummies,
 orders within ranks by barycentres, and positions by least squares under the order.
@@ -22,8 +22,8 @@ class Layout:
     Attributes:
         rank: row of each box, from the top.
         x: center of each box.
-        routes: per arrow, the ``(x, rank)`` points that it goes through, its ends included.
-        width: of the whole, boxes included; the leftmost edge is at 0.
+        routes: per arrow, its ``(x, rank)`` points, ends included.
+        width: total width, boxes included; the leftmost edge is at 0.
         ranks: number of rows.
     """
 
@@ -69,7 +69,7 @@ def layered(widths: Sequence[float], arrows: Sequence[tuple[int, int]]) -> Layou
 
 
 def _ranks(count: int, arrows: Sequence[tuple[int, int]]) -> list[int]:
-    """The longest path to each box; what nothing leads to moves down to just above its first reader."""
+    """The longest path to each box; boxes without predecessors move down to just above their first reader."""
     rank = [0] * count
     for start, end in sorted(arrows, key=lambda a: a[1]):
         rank[end] = max(rank[end], rank[start] + 1)
@@ -82,7 +82,7 @@ def _ranks(count: int, arrows: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _order(rows: list[list[int]], above: list[list[int]], below: list[list[int]]) -> None:
-    """Sort each row by the mean place of its neighbors, downwards and upwards in turn; keep the best order seen."""
+    """Sort each row by the mean position of its neighbors, alternately downwards and upwards; keep the best order."""
     best, fewest = [list(row) for row in rows], _crossings(rows, below)
     for sweep in range(_SWEEPS):
         neighbors = above if sweep % 2 == 0 else below
@@ -113,7 +113,7 @@ def _crossings(rows: list[list[int]], below: list[list[int]]) -> int:
 def _positions(
     rows: list[list[int]], above: list[list[int]], below: list[list[int]], width: list[float], boxes: int
 ) -> list[float]:
-    """Pull every item under the mean of its neighbors, without changing the order within rows."""
+    """Move every item toward the mean of its neighbors, without changing the order within rows."""
     x = [0.0] * len(width)
     for row in rows:
         at = 0.0
@@ -138,9 +138,9 @@ def _positions(
 
 
 def _apart(wished: list[float], weights: list[float], distances: list[float]) -> list[float]:
-    """The places closest to the wished ones, by weighted squares, that keep at least ``distances`` between them.
+    """The positions closest to the desired ones, by weighted squares, with at least ``distances`` between them.
 
-    Less the distances it is isotonic regression, solved by pooling adjacent violators.
+    After subtracting the distances this is isotonic regression, solved by pooling adjacent violators.
     """
     offsets = [0.0]
     for distance in distances:

@@ -1,8 +1,8 @@
-"""Plans of what fits into a memory beside weights: blocks of the KV cache, sequences at once, the longest one.
+"""Plans a memory after the weights: KV-cache blocks, concurrent sequences, the longest sequence.
 
-Pure arithmetic on sizes in bytes and tokens. The same is worked out for contiguous allocation, where a sequence
-reserves room for ``max_model_len`` tokens when it starts, as engines without paging do (Kwon et al., *Efficient
-Memory Management for Large Language Model Serving with PagedAttention*, SOSP 2023, section 3).
+Pure arithmetic on sizes in bytes and tokens. It also covers contiguous allocation, where a sequence reserves
+``max_model_len`` tokens when it starts, as engines without paging do (Kwon et al., *Efficient Memory Management for
+Large Language Model Serving with PagedAttention*, SOSP 2023, section 3).
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from ..runtime.cache.state_pool import slots_that_fit
 from ..runtime.requests.checks import check_at_least
 
 SHORTEST_LISTED = 512
-"""``MemoryPlan.limits`` begins at so many tokens, and doubles up to ``max_model_len``."""
+"""First length of ``MemoryPlan.limits`` in tokens; it doubles up to ``max_model_len``."""
 
 
 @dataclass(frozen=True)
 class LengthLimit:
-    """The number of sequences of one length that the cache holds.
+    """The number of sequences of one length that fit in the cache.
 
     Attributes:
         tokens: of each sequence, prompt and output together.
-        sequence_bytes: cache that one sequence takes in blocks, the unused end of its last block included; of layers
-            with a sliding window, what the window touches. A state is in it.
+        sequence_bytes: cache of one sequence in blocks, the unused end of its last block and its state included;
+            layers with a sliding window count the window's blocks.
         paged: sequences that fit in blocks.
         contiguous: sequences that fit when each reserves ``max_model_len`` tokens; the same at every length.
-        running: sequences that the pools as planned, and ``max_num_seqs``, let run at once.
-        paged_utilization, contiguous_utilization: share of the slots that a sequence takes which hold tokens.
+        running: sequences that can run at once with the planned pools and ``max_num_seqs``.
+        paged_utilization, contiguous_utilization: share of a sequence's slots with tokens.
     """
 
     tokens: int
@@ -45,23 +45,23 @@ class LengthLimit:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Division of a memory, and what can run in it. Sizes are in bytes.
+    """The division of a memory, and its capacity. Sizes are in bytes.
 
     Attributes:
-        memory: all that there is.
+        memory: the total.
         weight_bytes: the model's parameters and buffers.
-        activation_bytes: what a step of ``max_num_batched_tokens`` tokens takes beside weights and cache.
-        cache_bytes: what is left for the KV cache and states; 0 when nothing is.
+        activation_bytes: activations of a step of ``max_num_batched_tokens`` tokens.
+        cache_bytes: the rest, for the KV cache and states; 0 if there is none.
         token_bytes: keys and values of one token in all layers.
         block_size: tokens per block.
-        block_bytes: of one block in all layers.
-        pools: blocks that sequences get, for each group of layers; 0 when not even one fits.
-        state_bytes: of one sequence's state in all layers; 0 where the model keeps none.
-        state_slots: that sequences get, see ``state_pool.slots_that_fit``.
-        spare_blocks: blocks, and slots, of each cache that the program keeps for itself, beside these.
-        max_num_seqs, max_num_batched_tokens, max_model_len: the limits that were planned for.
-        contiguous_sequences: sequences that fit when each reserves ``max_model_len`` tokens, whatever it will need.
-        limits: sequences at once by their length.
+        block_bytes: one block in all layers.
+        pools: blocks for sequences, for each group of layers; 0 if not even one fits.
+        state_bytes: one sequence's state in all layers; 0 if the model has none.
+        state_slots: slots for sequences; see ``state_pool.slots_that_fit``.
+        spare_blocks: additional blocks, and slots, of each cache that the program reserves.
+        max_num_seqs, max_num_batched_tokens, max_model_len: the planned limits.
+        contiguous_sequences: sequences that fit when each reserves ``max_model_len`` tokens.
+        limits: concurrent sequences by length.
     """
 
     memory: int
@@ -83,17 +83,17 @@ class MemoryPlan:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of the largest pool: of layers without a window, if there are any."""
+        """Blocks of the largest pool: that of layers without a window, if any."""
         return max((pool.num_blocks for pool in self.pools), default=0)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose keys and values these hold."""
+        """Capacity of these blocks in tokens."""
         return self.num_blocks * self.block_size
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens that one sequence can have when it is alone."""
+        """Maximum tokens of a sequence that runs alone."""
         longest = self.max_model_len if self.state_slots or not self.state_bytes else 0
         for pool in self.pools:
             # One block more than the window touches is enough to slide.
@@ -103,18 +103,18 @@ class MemoryPlan:
 
     @property
     def contiguous_longest_sequence(self) -> int:
-        """Most tokens of one sequence where it reserves ``max_model_len`` or does not start."""
+        """Maximum tokens of a sequence that reserves ``max_model_len`` at its start."""
         return self.max_model_len if self.contiguous_sequences else 0
 
     @property
     def missing_bytes(self) -> int:
-        """Memory that lacks for weights, activations, a first block and a first state; 0 when there is enough."""
+        """Missing bytes for weights, activations, a first block and a first state; 0 if the memory suffices."""
         needed = self.weight_bytes + self.activation_bytes + (self.spare_blocks + 1) * self.block_bytes
         needed += (self.spare_blocks + 2) * self.state_bytes
         return max(0, needed - self.memory)
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for ``json.dump``."""
+        """All values, ready for ``json.dump``."""
         derived = ("num_blocks", "num_tokens", "longest_sequence", "contiguous_longest_sequence", "missing_bytes")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
@@ -134,23 +134,23 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide a memory between weights, activations and the KV cache.
 
-    Contiguous allocation reserves ``max_model_len`` tokens in layers with a sliding window too.
+    Contiguous allocation also reserves ``max_model_len`` tokens in layers with a sliding window.
 
     Args:
-        specs: what each layer stores, as ``Program.caches`` lists it.
+        specs: cache specs of the layers, as in ``Program.caches``.
         memory: bytes to divide.
-        weight_bytes: of parameters and buffers.
-        activation_bytes: of a step of ``max_num_batched_tokens`` tokens.
+        weight_bytes: bytes of parameters and buffers.
+        activation_bytes: bytes of a step of ``max_num_batched_tokens`` tokens.
         block_size: tokens per block.
-        max_num_seqs: most sequences at once.
-        max_num_batched_tokens: most tokens per step.
-        max_model_len: most tokens per sequence.
-        spare_blocks: what ``Program.reserve`` asks for.
-        by_window: give layers with different windows pools of their own, see ``plan_pools``.
+        max_num_seqs: maximum concurrent sequences.
+        max_num_batched_tokens: maximum tokens per step.
+        max_model_len: maximum tokens per sequence.
+        spare_blocks: as in ``Program.reserve``.
+        by_window: separate pools for layers with different windows; see ``plan_pools``.
 
     Raises:
-        ValueError: a size is out of range, or the model stores nothing. Too little memory is no error:
-            the plan then has no blocks and says how much is missing.
+        ValueError: a size is out of range, or the model has no cache. Too little memory is not an error: the plan
+            then has no blocks and the number of missing bytes.
     """
     check_at_least(
         1,
@@ -166,7 +166,7 @@ def plan_memory(
     token_bytes, block_bytes = bytes_per_block(specs, 1), bytes_per_block(specs, block_size)
     state_bytes = bytes_per_slot(specs)
     if not token_bytes + state_bytes:
-        raise ValueError("specs name no keys and values to store; give the cache specs of an attention model")
+        raise ValueError("specs has no keys and values; give the cache specs of an attention model")
     cache_bytes = max(0, memory - weight_bytes - activation_bytes)
     usable = max(0, cache_bytes - spare_blocks * (block_bytes + state_bytes))
     contiguous = usable // (max_model_len * token_bytes + state_bytes)
@@ -223,7 +223,7 @@ def plan_memory(
 
 
 def listed_lengths(max_model_len: int) -> list[int]:
-    """512, 1024, 2048, … below ``max_model_len``, and that; for a shorter one its quarter, half and whole."""
+    """512, 1024, 2048, … below ``max_model_len``, and that; for a shorter one, its quarter, half and full length."""
     if max_model_len <= SHORTEST_LISTED:
         return sorted({max(1, max_model_len // 4), max(1, max_model_len // 2), max_model_len})
     lengths = []

@@ -1,4 +1,4 @@
-"""The part of a report that is about a model and the passes, as sections for a terminal and a page."""
+"""Sections of a report about a model and its passes, for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .wording import alike, counted, milliseconds, operator_list, size, times
 
 
 def heading(found: Findings) -> list[tuple[str, Styled]]:
-    """Lines in front of all tables, each with its name."""
+    """Lines above all tables, each with its name."""
     verdict = found.verdict
     bad = bool(found.refused) or (verdict is not None and not verdict.ok)
     soc = "" if found.npu is None else f" ({found.npu.soc})"
@@ -39,7 +39,7 @@ def _memory_line(found: Findings) -> str:
 
 
 def sections(found: Findings) -> list[Section]:
-    """All tables, in the order in which they are read."""
+    """All tables, in reading order."""
     parts = [_passes(found), _recognized(found), _layers(found), _near_misses(found), _leftovers(found)]
     return [*(section for section in parts if section.rows), *npu_sections(found)]
 
@@ -57,7 +57,7 @@ def _passes(found: Findings) -> Section:
                 "" if p.expected is None else f"{p.expected}{each}",
                 Styled(str(len(p.near_misses)), "warn" if p.near_misses else "dim"),
                 milliseconds(p.seconds),
-                Styled(f"left out: {p.dropped}" if p.dropped else "", "bad"),
+                Styled(f"dropped: {p.dropped}" if p.dropped else "", "bad"),
             )
         )
     columns = ("pass`!", "level#", "matches#", "expected#", "near misses#", "ms#", "")
@@ -74,7 +74,7 @@ def _recognized(found: Findings) -> Section:
             lines = "\n".join(f"{times(module, count)}: {reason}" for (module, reason), count in missed)
             matched = Styled(str(r.matched), "good" if r.matched == r.expected else "warn")
             rows.append((r.kind, str(r.expected), matched, lines))
-    hint = "What the model holds is counted by the modules and functions it comes from, apart from the passes."
+    hint = "The counts of the model come from its modules and functions, independently of the passes."
     columns = ("kind!", "in the model#", "recognized#", "missed")
     return Section("Recognized", columns, tuple(rows), hint=hint)
 
@@ -108,15 +108,15 @@ def _near_misses(found: Findings) -> Section:
 
 
 def _leftovers(found: Findings) -> Section:
-    hint = "Operators of attention, norms, rotary embeddings and activations that no pass took."
+    hint = "Operators of attention, norms, rotary embeddings and activations that no pass rewrote."
     if found.npu is not None:
-        hint = "Operators of ATen that decoder layers still hold."
+        hint = "ATen operators left in decoder layers."
     columns = ("region!", "module`", "operators`", "reason")
     return Section("Leftovers", columns, tuple(_leftover_rows(found.leftovers)), hint=hint)
 
 
 def _leftover_rows(leftovers: Iterable[Leftover]) -> list[tuple[str, str, str, str]]:
-    """Region, module, operators and reason, with the same module of all layers as one."""
+    """Region, module, operators and reason, with equal modules of all layers joined."""
     names: dict[tuple[str, str, str], dict[str, None]] = {}
     modules: dict[tuple[str, str, str], set[str]] = {}
     for x in leftovers:
@@ -154,7 +154,7 @@ def _drop_in_line(found: Findings) -> str:
 
 
 def _built_line(found: Findings) -> str:
-    """The layers that were looked at, where not all were."""
+    """The examined layers, if not all were."""
     return (
         f"{found.built_layers} of {len(found.layers)} layers, from the configuration, without values in "
         "the weights; matches and sites below are counted in these, what a step costs is extrapolated to all"

@@ -1,4 +1,4 @@
-"""Account of a model that is lowered for an Ascend NPU: routes, what is left of ATen, the least time of a step."""
+"""Findings for a model lowered for an Ascend NPU: routes, ATen operators left, the minimum time of a step."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from .wording import alike
 
 PREFILL_TOKENS = 1024
 HALF = ("bfloat16", "float16")
-"""The dtypes for which a chip's peak is known."""
+"""The dtypes with a published peak."""
 _BY_FORMULA = "aten"  # what a route is called that inserts a formula's operators
 
 
 @dataclass(frozen=True)
 class RouteSummary:
-    """Places that were lowered alike.
+    """Sites that were lowered alike.
 
     Attributes:
-        operator: the canonical operator that they were, ``pagoda.rms_norm``.
-        chosen: operators that stand for it now; "aten" for those of its formula.
-        refused: better ones that were not taken, each with the reason.
-        modules: where, layers not told apart.
-        count: how many places.
+        operator: the canonical operator, ``pagoda.rms_norm``.
+        chosen: the replacement operators; "aten" for those of the reference implementation.
+        refused: better operators that could not be used, each with the reason.
+        modules: their modules, layers not distinguished.
+        count: number of sites.
     """
 
     operator: str
@@ -50,17 +50,16 @@ class RouteSummary:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The least that one step of one sequence costs, by shapes and published figures; nothing is measured.
+    """The minimum time of one step of one sequence, from shapes and published figures; nothing is measured.
 
     Attributes:
         name: "decode" or "prefill".
-        step: what is computed.
-        moved: bytes that the operators move.
+        step: the computed step.
+        moved: bytes that operators move.
         flops: operations of products and attention.
-        memory_seconds: to read every weight and key once and write the new ones, at the memory's bandwidth.
-            Activations are left out, for they may stay on the chip. None when the bandwidth is unknown.
-        compute_seconds: to do the operations at the chip's peak, those of int8 in half the time; None when it is
-            unknown.
+        memory_seconds: to read every weight and key once and write the new ones, at the memory's bandwidth. Excludes
+            activations, which may stay on the chip. None if the bandwidth is unknown.
+        compute_seconds: to do the operations at the chip's peak, int8 at twice that; None if it is unknown.
     """
 
     name: str
@@ -72,13 +71,13 @@ class Estimate:
 
     @property
     def seconds(self) -> float | None:
-        """A time that no such step can beat; None when nothing is known."""
+        """The minimum time of the step; None if nothing is known."""
         known = [s for s in (self.memory_seconds, self.compute_seconds) if s is not None]
         return max(known, default=None)
 
     @property
     def bound_by(self) -> str:
-        """The one of "memory" and "compute" that takes longer; "" where one of them is unknown."""
+        """The slower one of "memory" and "compute"; "" if one of them is unknown."""
         if self.memory_seconds is None or self.compute_seconds is None:
             return ""
         return "memory" if self.memory_seconds >= self.compute_seconds else "compute"
@@ -86,19 +85,18 @@ class Estimate:
 
 @dataclass(frozen=True)
 class NpuReport:
-    """An account of lowering for an NPU.
+    """Findings for an NPU.
 
     Attributes:
         soc: the chip.
-        chip: its published figures; None when there are none.
+        chip: its published figures; None if there are none.
         block_size: tokens per block of the KV cache.
-        dtype: that the model computes in, ``bfloat16``.
-        routes: by operator, what was chosen and refused.
-        graph: what torchair makes of it.
-        estimates: of a decode and of a prefill step.
-        schedule: what decode steps could run on a second stream, fetch early and launch as one; None where it was
-            not asked for.
-        no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
+        dtype: compute dtype of the model, ``bfloat16``.
+        routes: by operator, chosen and refused operators.
+        graph: torchair's graph.
+        estimates: for a decode and for a prefill step.
+        schedule: plan of a second stream, early fetches and fused launches; None if not requested.
+        no_static_decode: reason why decode steps have no static graphs on the graph engine; "" if they can.
         dtype_advice: see ``CompileReport``.
     """
 
@@ -133,7 +131,7 @@ class NpuReport:
 
 
 def route_summaries(records: Iterable[PassRecord]) -> tuple[RouteSummary, ...]:
-    """The routes of all lowering passes, those of one kind together."""
+    """The routes of all lowering passes, equal ones joined."""
     found: dict[tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]], list[str]] = {}
     for route in routes_of(records):
         chosen = route.chosen or (route.operator,)
@@ -145,17 +143,17 @@ def route_summaries(records: Iterable[PassRecord]) -> tuple[RouteSummary, ...]:
 
 
 def routes_of(records: Iterable[PassRecord]) -> list[Route]:
-    """Choices of the lowering passes, place by place."""
+    """Choices of the lowering passes, by site."""
     return [route for record in records for route in record.routes]
 
 
 def npu_leftovers(traced: TracedGraph, layers: DecoderLayers, records: Sequence[PassRecord]) -> list[Leftover]:
-    """Operators of ATen in the decoder layers that launch work, with the reasons.
+    """ATen operators in the decoder layers that launch work, with the reasons.
 
     Args:
         traced: the lowered graph.
         layers: its decoder layers.
-        records: what the passes said.
+        records: reports of the passes.
     """
     by_module: dict[str, list[Route]] = {}
     for route in routes_of(records):
@@ -181,19 +179,19 @@ _KINDS_OF_PASSES = frozenset({"attention", "norm", "rope", "activation", "moe"})
 
 
 def _reason_of_route(operator: str, routes: Sequence[Route]) -> str:
-    """The reason why the routes of a module hold an operator; "" when none does."""
+    """The reason why a module's routes contain an operator; "" if none does."""
     holding = [r for r in routes if operator in r.chosen] or [r for r in routes if _BY_FORMULA in r.chosen]
     refused = [pair for route in holding for pair in route.refused]
     if refused:
         return "; ".join(dict.fromkeys(f"{name.removeprefix('npu.')}: {reason}" for name, reason in refused))
     for route in holding:
         fused = [name.removeprefix("npu.") for name in route.chosen if name.startswith("npu.")]
-        return f"beside {', '.join(fused)}" if fused else f"what {route.operator} becomes"
+        return f"in addition to {', '.join(fused)}" if fused else f"replaces {route.operator}"
     return ""
 
 
 def computed_in(traced: TracedGraph) -> str:
-    """The dtype of a graph's keys and values, which is that of its products: ``bfloat16``."""
+    """The dtype of a graph's keys and values, also that of its products: ``bfloat16``."""
     cache = next((spec for spec in traced.caches if isinstance(spec, CacheSpec)), traced.caches[0])
     matrices = (t.dtype for t in traced.constants.values() if t.is_floating_point() and t.dim() > 1)
     is_other = cache.has_scales or isinstance(cache, StateSpec)
@@ -203,13 +201,13 @@ def computed_in(traced: TracedGraph) -> str:
 def estimates(
     traced: TracedGraph, layers: DecoderLayers, representatives: Sequence[int], chip: Chip | None, context: int
 ) -> tuple[Estimate, ...]:
-    """The least cost of a decode step with ``context`` tokens in the cache and of a prefill of ``PREFILL_TOKENS``.
+    """The minimum time of a decode step with ``context`` tokens in the cache and of a prefill of ``PREFILL_TOKENS``.
 
     Args:
         traced: the lowered graph.
         layers: its decoder layers.
-        representatives: for each layer of the whole model the layer of the graph that is like it.
-        chip: where it runs; None when nothing is known of it.
+        representatives: for each layer of the whole model, the equal layer of the graph.
+        chip: the chip; None if unknown.
         context: tokens, the decoded one included.
     """
     dtype = computed_in(traced)
@@ -236,5 +234,5 @@ def estimates(
 
 
 def _spared(traced: TracedGraph, nodes: Iterable[fx.Node], step: Step) -> float:
-    """The operations that products of int8 spare: a cube core does twice as many of them in a cycle."""
+    """The operations that int8 products save: a cube core does twice as many of them per cycle."""
     return flops(traced, [node for node in nodes if is_int8_product(node)], step) / 2

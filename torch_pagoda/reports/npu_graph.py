@@ -1,4 +1,4 @@
-"""The graph that the real torchair makes of a lowered model, seen in a Python with the offline toolchain."""
+"""The graph that the real torchair makes of a lowered model, in a Python process with the offline toolchain."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .stored_formats import Formats, marks_of_layers, store_as, stored_formats
 
 @dataclass(frozen=True)
 class GeLayer:
-    """Decoder layers of one kind in a GE graph.
+    """Equal decoder layers of a GE graph.
 
     Attributes:
-        layers: their numbers in the whole model.
-        types: operators of the Ascend IR that launch a kernel, with how many there are of each.
+        layers: their indices in the whole model.
+        types: Ascend IR operators that launch a kernel, with their counts.
     """
 
     layers: tuple[int, ...]
@@ -44,17 +44,17 @@ class GeLayer:
 
     @property
     def launches(self) -> int:
-        """Kernels that one of the layers launches."""
+        """Kernels per layer."""
         return sum(self.types.values())
 
 
 @dataclass(frozen=True)
 class GeSchedule:
-    """Operators of a GE graph that are scheduled alike.
+    """Operators of a GE graph with the same schedule.
 
     Attributes:
         attributes: name in GE, such as ``_user_stream_label`` → value.
-        types: operators that launch a kernel, with how many there are of each in the converted layers.
+        types: operators that launch a kernel, with their counts in the converted layers.
     """
 
     attributes: dict[str, Any]
@@ -63,19 +63,18 @@ class GeSchedule:
 
 @dataclass(frozen=True)
 class GeReport:
-    """A GE graph, summed up.
+    """A summary of a GE graph.
 
     Attributes:
-        unavailable: why there is none, and how to get it; "" when there is one. All else is empty then.
-        converted: decoder layers of the graph; they stand for all of the model's.
+        unavailable: reason why there is none, with the remedy; "" if there is one. If set, all else is empty.
+        converted: number of decoder layers in the graph; they represent all of the model's.
         layers: by kind.
         per_step: operators that launch a kernel once per step, outside of the layers.
         cache_copies: nodes that copy a whole key or value cache in every step; there should be none.
-        schedules: when and where operators run, as far as the graph says, and how many of each do.
-        decode: fields of ``GraphCounts`` of the graph, and of that of fixed sizes for decode steps; () where there is
-            none.
-        other_steps: where decode steps have a graph of their own, which all of the above is about: kernels that a
-            layer launches at most in that of all other steps; None where one graph runs all.
+        schedules: schedules of operators in the graph, with their counts.
+        decode: fields of ``GraphCounts`` of the graph, and of the static graph for decode steps; () without one.
+        other_steps: if decode steps have a graph of their own, described by all of the above: maximum kernels per
+            layer in the graph of other steps; else None.
     """
 
     unavailable: str = ""
@@ -89,7 +88,7 @@ class GeReport:
 
     @property
     def launches_per_layer(self) -> int | None:
-        """Kernels of the layer that launches most; None where nothing was converted."""
+        """Maximum kernels per layer; None if nothing was converted."""
         return max((layer.launches for layer in self.layers), default=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,23 +99,23 @@ class GeReport:
 
 @phase("torchair")
 def graph_engine_report(model: nn.Module, representatives: Sequence[int], options: CompileOptions) -> GeReport:
-    """Convert a model with the real torchair; it is built anew from its configuration, without values, its weights in
-    the formats that a quantized checkpoint stores them in.
+    """Convert a model with the real torchair; the model is built from its configuration, without values, its weights
+    in the formats of the quantized checkpoint.
 
-    Nothing is downloaded. Takes about half a minute, most of it in another process.
+    Downloads nothing. Takes about half a minute, most of it in another process.
 
     Args:
         model: a transformers model.
-        representatives: for each layer of the whole model the layer of ``model`` that is like it.
-        options: how the model is lowered.
+        representatives: for each layer of the whole model, the equal layer of ``model``.
+        options: options of lowering.
     """
     from transformers import PreTrainedModel
 
     kind = type(model)
     if not isinstance(model, PreTrainedModel) or kind.__module__.split(".")[0] != "transformers":
-        return GeReport(f"{kind.__name__} is not a class of transformers and cannot be built in another process")
+        return GeReport(f"{kind.__name__} is not a transformers class, so another process cannot build it")
     if options.patterns:
-        return GeReport("patterns are functions and cannot be sent to another process")
+        return GeReport("patterns are functions, which cannot be sent to another process")
     if not is_offline():
         try:
             find_toolchain()
@@ -143,12 +142,12 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 marks=marks_of_layers(model, formats),
             )
         except (RuntimeError, ValueError) as error:  # of the function itself, where it runs in this process
-            return GeReport(f"the graph could not be converted: {error}")
+            return GeReport(f"could not convert the graph: {error}")
     return _report(found, representatives)
 
 
 def _report(found: Mapping[str, Any], representatives: Sequence[int]) -> GeReport:
-    """Join what was converted and what that stands for."""
+    """Join the converted layers and the layers that they represent."""
     numbers: dict[int, list[int]] = {}
     for number, layer in enumerate(representatives):
         numbers.setdefault(found["representatives"][layer], []).append(number)
@@ -181,21 +180,21 @@ def convert_configuration(
     """Build, lower and convert a model; for ``call_offline``.
 
     Args:
-        folder: with its config.json.
-        kind: its class, ``module:name``.
-        dtype: of its weights, ``bfloat16``.
+        folder: folder with the config.json.
+        kind: the model's class, ``module:name``.
+        dtype: dtype of its weights, ``bfloat16``.
         soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
             ``CompileOptions``.
-        formats: of its stored weights.
-        marks: of each decoder layer, what tells it from others beside its configuration; () for nothing.
+        formats: formats of its stored weights.
+        marks: per decoder layer, what distinguishes it in addition to its configuration; () for nothing.
 
     Returns:
-        ``layers``: of each decoder layer, operators with counts, in the graph's order; ``per_step``: of the rest;
+        ``layers``: per decoder layer, operators with counts, in graph order; ``per_step``: of the rest;
         ``representatives``: as in ``Skeleton``; ``cache_copies``: names of nodes; ``schedules``: pairs of attributes
         and operators with counts; ``decode`` and ``other_steps``: as in ``GeReport``.
 
     Raises:
-        UnsupportedModel: it cannot be served paged.
+        UnsupportedModel: the model cannot be served paged.
         ConversionError: a node has no GE form.
     """
     from transformers import AutoConfig
@@ -234,7 +233,7 @@ def convert_configuration(
     counted = [_launches(each, known, graph) for each, graph in zip(kinds, graphs, strict=True)]
     per_layer, per_step = counted[0]
     if len(per_layer) != skeleton.depth:
-        raise UnsupportedModel(f"{name} has {skeleton.depth} layers, and {len(per_layer)} are found in its graph")
+        raise UnsupportedModel(f"{name} has {skeleton.depth} layers, but its graph {len(per_layer)}")
     return {
         "layers": [dict(types) for types in per_layer],
         "per_step": dict(per_step),
@@ -247,7 +246,7 @@ def convert_configuration(
 
 
 def _launches(traced: TracedGraph, known: DecoderLayers, graph: GeGraph) -> tuple[list[Counter[str]], Counter[str]]:
-    """Operators of ``graph`` that launch a kernel, of each decoder layer of ``traced`` and of the rest."""
+    """Operators of ``graph`` that launch a kernel, by decoder layer of ``traced``, and the rest."""
     layers = decoder_layers(traced.graph, known, traced.placeholder(traced.input_ids))
     of = {node.name: layer for node, layer in layers.of.items()}
     per_layer: list[Counter[str]] = [Counter() for _ in layers.paths]

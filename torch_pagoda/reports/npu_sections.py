@@ -1,4 +1,4 @@
-"""The part of a report that is about an NPU, as sections for a terminal and a page."""
+"""Sections of a report about an NPU, for a terminal and a page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _routes(report: NpuReport) -> Section:
 
 
 def _refused(report: NpuReport) -> list[Section]:
-    """Better operators that were not taken; [] where there are none."""
+    """Better operators that could not be used; [] if there are none."""
     rows = []
     for route in report.routes:
         if route.refused:
@@ -47,9 +47,9 @@ def _refused(report: NpuReport) -> list[Section]:
 
 
 def _short(name: str) -> str:
-    """``npu.npu_rms_norm`` → ``npu_rms_norm``, ``pagoda.rope`` → ``rope``; "aten" is a formula's operators."""
+    """``npu.npu_rms_norm`` → ``npu_rms_norm``, ``pagoda.rope`` → ``rope``; "aten" is the reference implementation."""
     if name == "aten":
-        return "the formula in ATen"
+        return "the reference implementation in ATen"
     return name.removeprefix("npu.").removeprefix("pagoda.")
 
 
@@ -75,34 +75,34 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
     whole = sum(len(kind.layers) for kind in graph.layers)
     note = f"{copies} hidden copies of a whole KV cache{': ' * bool(copies)}{', '.join(graph.cache_copies)}."
     if graph.converted < whole:
-        note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
+        note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are equal."
     if graph.other_steps is not None:
         note += (
             " These are the kernels of decode steps. Steps with prompts run another graph, whose layers gather the "
-            f"blocks of int8 and launch up to {graph.other_steps}; columns but kernels are of that one."
+            f"int8 blocks and launch up to {graph.other_steps}; all columns but kernels describe that graph."
         )
-    columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
+    columns = ("layers!", "unmodified#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)
 
 
 def _decode_graphs(report: NpuReport) -> list[Section]:
-    """Counts of the graphs that decode steps can have; [] where they were not made."""
+    """Counts of the graphs of decode steps; [] if they were not made."""
     counts = report.graph.decode
     if not counts:
         return []
     rows = tuple((name.replace("_", " "), *(str(graph[name]) for graph in counts)) for name in counts[0])
-    title = f"Decode steps as graphs of varying and of fixed sizes on {report.soc}"
-    return [Section(title, ("converted layers", "varying#", "fixed#"), rows, "Fixed with static_decode=True.")]
+    title = f"Decode steps as dynamic and as static graphs on {report.soc}"
+    return [Section(title, ("converted layers", "dynamic#", "static#"), rows, "Static with static_decode=True.")]
 
 
 def _schedules(report: NpuReport) -> list[Section]:
-    """Streams, limits of cores and super kernels that operators of the graph have; [] where none has any."""
+    """Streams, core limits and super kernels of the graph's operators; [] if there are none."""
     rows = []
     for schedule in report.graph.schedules:
         said = [f"{name.lstrip('_')} = {value}" for name, value in schedule.attributes.items()]
         rows.append(("\n".join(said), str(sum(schedule.types.values())), counted_names(schedule.types)))
     title = f"Schedules in torchair's graph on {report.soc}"
-    note = "What the graph engine is told; nothing was measured."
+    note = "Directives for the graph engine; nothing was measured."
     columns = ("attributes!", "kernels#", "operators of the Ascend IR")
     return [Section(title, columns, tuple(rows), note)] if rows else []
 
@@ -114,13 +114,13 @@ _ROUTES = (
 
 
 def _plan(report: NpuReport) -> list[Section]:
-    """What a decode step could run on a second stream, fetch early and fuse; [] where that was not asked for."""
+    """Second stream, early fetches and fused launches of a decode step; [] if not requested."""
     plan = report.schedule
     return [] if plan is None else [*_branches(report, plan), *_super_kernels(report, plan)]
 
 
 def _branches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
-    """The branches that a decode step could run on a second stream, and what it could fetch early."""
+    """Branches of a decode step for a second stream, and early fetches."""
     title = f"Branches of a decode step for a second stream on {report.soc}"
     if plan.unplanned:
         return [Section(title, (), (), f"None: {plan.unplanned}.")]
@@ -129,8 +129,8 @@ def _branches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
         sides = _in_order(each.side), _in_order(each.main)
         rows.append((in_runs(each.layers), *sides, duration(each.seconds), duration(each.gain)))
     note = (
-        "Predicted from shapes and published figures, with 2 µs for the least launch, of a step of "
-        f"{duration(plan.step_seconds)} in the layers that were built; not measured. "
+        "Predicted from shapes and published figures, with at least 2 µs per launch, for a step of "
+        f"{duration(plan.step_seconds)} in the built layers; not measured. "
         f"{_ROUTES % ('streams', 'runs it')}"
     )
     columns = ("layers!", "second stream", "meanwhile", "alone#", "gain#")
@@ -152,20 +152,20 @@ def _fetches(report: NpuReport, plan: SchedulePlan) -> list[Section]:
         meanwhile = f"behind {_in_order([each.behind])}:\n{_in_order(each.window)}"
         rows.append((in_runs(each.layers), fetched, meanwhile, duration(each.idle), duration(each.gain)))
     note = (
-        "Predicted from shapes and published figures; not measured. A fetch is taken to get half of the bandwidth "
-        "while the memory is idle, which it is not beside branches on a second stream: with 'streams' and 'prefetch' "
-        "less is fetched. "
+        "Predicted from shapes and published figures; not measured. A fetch gets half of the bandwidth "
+        "while the memory is idle. With 'streams' and 'prefetch' less is fetched, as branches on a second stream "
+        "use the memory. "
         f"{_ROUTES % ('prefetch', 'fetches them')}"
     )
     found = [Section(title, ("layers!", "weight", "meanwhile", "idle#", "gain#"), tuple(rows), note)]
     if plan.not_fetched:
-        title = f"What is not fetched early on {report.soc}"
+        title = f"Weights not fetched early on {report.soc}"
         found.append(Section(title, ("where!", "why"), tuple(plan.not_fetched)))
     return found
 
 
 def _super_kernels(report: NpuReport, plan: SchedulePlan) -> list[Section]:
-    """The launches that a decode step could fuse."""
+    """Launches of a decode step that can be fused."""
     title = f"Super kernels of a decode step on {report.soc}"
     if plan.unfused:
         return [Section(title, (), (), f"None: {plan.unfused}.")]
@@ -174,14 +174,14 @@ def _super_kernels(report: NpuReport, plan: SchedulePlan) -> list[Section]:
         for each in plan.super_kernels
     ]
     note = (
-        "Of operators whose kernels the graph engine fuses; not measured. What the launches take beyond moving their "
-        "bytes and doing their operations, predicted with 2 µs for the least launch, is the most that fusing saves. "
+        "Launches that the graph engine can fuse; not measured. Fusing saves at most the time of the launches beyond "
+        "moving their bytes and doing their operations, predicted with at least 2 µs per launch. "
         "With schedule={'super_kernels': True}, codegen='ge' marks them in the static graphs of static_decode=True; "
         "codegen='aclgraph' has npu_options for it."
     )
     found = [Section(title, ("layers!", "one after the other", "alone#", "beyond#"), tuple(rows), note)]
     if plan.not_fused:
-        title = f"What is in no super kernel on {report.soc}"
+        title = f"Launches in no super kernel on {report.soc}"
         found.append(Section(title, ("where!", "why"), tuple(plan.not_fused)))
     return found
 
@@ -193,7 +193,7 @@ def _in_order(names: Sequence[str]) -> str:
 def _estimates(report: NpuReport) -> Section:
     columns = ("one sequence", *(f"{_step_name(e)}#" for e in report.estimates))
     rows: tuple[tuple[str, Callable[[Estimate], str]], ...] = (
-        ("tokens in the KV cache afterwards", lambda e: str(e.step.context)),
+        ("tokens in the KV cache after the step", lambda e: str(e.step.context)),
         ("weights read", lambda e: size(e.moved.weights)),
         ("KV cache read and written", lambda e: size(e.moved.cache)),
         ("activations read and written", lambda e: size(e.moved.activations)),
@@ -202,17 +202,17 @@ def _estimates(report: NpuReport) -> Section:
         ("per token: operations", lambda e: quantity(e.flops / e.step.tokens, "FLOP")),
         ("weights and KV cache at the memory's bandwidth", lambda e: _time(e.memory_seconds)),
         ("operations at the chip's peak", lambda e: _time(e.compute_seconds)),
-        ("so a step takes at least", lambda e: _time(e.seconds)),
-        ("which is the time of", lambda e: e.bound_by or _UNKNOWN),
-        ("tokens per second at most", lambda e: f"{e.step.tokens / e.seconds:,.0f}" if e.seconds else _UNKNOWN),
+        ("minimum time of a step", lambda e: _time(e.seconds)),
+        ("bound by", lambda e: e.bound_by or _UNKNOWN),
+        ("maximum tokens per second", lambda e: f"{e.step.tokens / e.seconds:,.0f}" if e.seconds else _UNKNOWN),
     )
     note = (
-        f"{_published(report)} An estimate from shapes, nothing was measured: no step is faster than reading every "
-        "weight and key once, or than its operations at the peak, those of int8 at twice that. Left out are "
-        "activations, which may stay on the chip, and the time to launch kernels."
+        f"{_published(report)} An estimate from shapes, not measured: a step takes at least as long as reading every "
+        "weight and key once, and as its operations at the peak, int8 at twice that. It excludes activations, "
+        "which may stay on the chip, and the time to launch kernels."
     )
     cells = tuple((name, *(cell(e) for e in report.estimates)) for name, cell in rows)
-    return Section("Estimate: the least that a step costs", columns, cells, note)
+    return Section("Estimate: the minimum time of a step", columns, cells, note)
 
 
 def _step_name(estimate: Estimate) -> str:
@@ -223,7 +223,7 @@ def _step_name(estimate: Estimate) -> str:
 def _published(report: NpuReport) -> str:
     chip = report.chip
     if chip is None:
-        return f"No published figures of {report.soc} are known here."
+        return f"The published figures of {report.soc} are unknown."
     bandwidth = _UNKNOWN if chip.bandwidth is None else quantity(chip.bandwidth, "B/s")
     peak = _UNKNOWN if chip.peak is None else f"{quantity(chip.peak, 'FLOP/s')} in half precision"
     other = "" if report.dtype in HALF else f" (the model computes in {report.dtype})"

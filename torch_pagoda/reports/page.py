@@ -1,4 +1,4 @@
-"""Findings as one HTML file that needs nothing else."""
+"""Findings as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def page(found: Findings, layer: int | None = None) -> str:
     """The whole page.
 
     Args:
-        found: what to show.
-        layer: index of the layer to draw; None for the first of those with most operators left.
+        found: the findings.
+        layer: index of the layer to draw; None: the first one with most operators left.
     """
     parts = [
         f"<h1>{escape(found.model)}</h1>",

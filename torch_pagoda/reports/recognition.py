@@ -1,4 +1,4 @@
-"""The share of what a model holds that the passes recognized, and what they missed."""
+"""The share of a model that the passes recognized, and what they missed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _PASSES_OF_KIND: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Missed:
-    """Something that no pass recognized.
+    """A structure that no pass recognized.
 
     Attributes:
         module: qualified name of the module that computes it.
-        layer: decoder layer, -1 outside of all.
-        reason: a pass's near miss there, or that there is none.
+        layer: index of the decoder layer; -1 outside of all.
+        reason: a pass's near miss, or that there is none.
     """
 
     module: str
@@ -48,11 +48,11 @@ class Missed:
 
 @dataclass(frozen=True)
 class Recognition:
-    """One kind of thing: how many a model holds, and how many became canonical operators.
+    """One kind of structure: how many a model has, and how many became canonical operators.
 
     Attributes:
         kind: one of ``expected.KINDS``.
-        expected: in the untouched graph.
+        expected: number in the unmodified graph.
         matched: at most ``expected``.
         missed: the others.
     """
@@ -66,16 +66,16 @@ class Recognition:
 def recognition(
     expected: Sequence[Expected], graph: fx.Graph, layers: DecoderLayers, records: Iterable[PassRecord]
 ) -> list[Recognition]:
-    """Hold what an untouched graph was found to contain against the operators of the lowered one.
+    """Compare the structures of an unmodified graph with the operators of the lowered one.
 
-    Layer by layer, for fusions may carry an operator from one module into its neighbor. Of a graph that is lowered
-    for an NPU the counts of the passes are taken.
+    Layer by layer, as fusions may move an operator from one module to its neighbor. For a graph lowered for an NPU,
+    the counts of the passes are used.
 
     Args:
         expected: from ``expected_matches``.
         graph: the lowered graph.
         layers: its decoder layers, numbered as for ``expected``.
-        records: what the passes said, for the reasons.
+        records: reports of the passes, for the reasons.
     """
     said = list(records)
     if any(record.routes for record in said):
@@ -102,7 +102,7 @@ def recognition(
 
 
 def _before_lowering(expected: Sequence[Expected], records: Sequence[PassRecord]) -> list[Recognition]:
-    """By the counts of the passes, where lowering has replaced the canonical operators, several by one at times."""
+    """By the counts of the passes, if lowering has replaced the canonical operators, sometimes several by one."""
     matches: Counter[str] = Counter()
     for record in records:
         matches[record.name] += record.matches
@@ -120,7 +120,7 @@ def _before_lowering(expected: Sequence[Expected], records: Sequence[PassRecord]
 
 
 def canonical(node: fx.Node) -> tuple[str, int]:
-    """The kind that a canonical operator stands for and how many of it; ("", 0) for any other node."""
+    """The kind and number that a canonical operator counts as; ("", 0) for any other node."""
     own = OPERATORS.get(node.target)  # type: ignore[call-overload]
     kind = own.facts.kind if own else ""
     if kind == "rope":  # counts each tensor

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer that nodes belong to, and what of these parts no pass has taken."""
+"""Regions of a decoder layer that nodes belong to, and their operators that no pass rewrote."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MLP = re.compile(r"mlp|feed_?forward|ffn", re.IGNORECASE)
 _MOE = re.compile(r"experts|router|moe(layer|block)?$|sparse|gate$", re.IGNORECASE)
 _ROTARY_MODULE = re.compile(r"rotary|rope", re.IGNORECASE)
 UNSAID = "no pass recognized it"
-"""The reason where no pass has said anything."""
+"""The reason if no pass gave one."""
 _REGIONS = frozenset({"attention", "norm", "rope", "activation"})
 # The part of a pass's name that says what it is about.
 _PASSES_FOR = {
@@ -35,14 +35,14 @@ _PASSES_FOR = {
 
 @dataclass(frozen=True)
 class Leftover:
-    """An operator of a region that passes should have taken and did not.
+    """An operator that passes should have rewritten and did not.
 
     Attributes:
         operator: namespace and name.
-        module: qualified name of the module that it comes from.
+        module: qualified name of its module.
         region: "attention", "norm", "rope" or "activation".
-        layer: decoder layer, -1 outside of all.
-        reason: the near miss of a pass, or that there is none.
+        layer: index of the decoder layer; -1 outside of all.
+        reason: a pass's near miss, or that there is none.
     """
 
     operator: str
@@ -55,8 +55,8 @@ class Leftover:
 def region(node: fx.Node) -> str:
     """The part of a model that ``node`` computes.
 
-    "projection", "attention", "norm", "rope", "activation", "moe" (routing and collecting; what experts compute is
-    the same as elsewhere), or "" for the rest.
+    "projection", "attention", "norm", "rope", "activation", "moe" (routing and combining; experts count as
+    elsewhere), or "" for the rest.
     """
     stack = scopes(node)
     kind = stack[-1].kind if stack else ""
@@ -78,14 +78,14 @@ def region(node: fx.Node) -> str:
 
 
 def leftovers(graph: fx.Graph, layers: DecoderLayers, records: Iterable[PassRecord]) -> list[Leftover]:
-    """Operators of ATen that attention, norms, rotations and activations still consist of.
+    """ATen operators left in attention, norms, rotary embeddings and activations.
 
-    Products of projections are none, nor is what runs once per step, outside of the layers, to make rotary tables.
+    Excludes products of projections, and operators outside the layers that run once per step to make rotary tables.
 
     Args:
         graph: the lowered graph.
         layers: its decoder layers.
-        records: what the passes said, for the reasons.
+        records: reports of the passes, for the reasons.
     """
     found = []
     said = list(records)
@@ -102,14 +102,13 @@ def leftovers(graph: fx.Graph, layers: DecoderLayers, records: Iterable[PassReco
 
 
 def said_about(kind: str, node: str, module: str, records: Iterable[PassRecord]) -> str:
-    """The reason why a node or a module was left: what the passes say about it.
+    """The reason of the passes for not rewriting a node or a module.
 
-    The word of a pass for that kind counts most; of such a pass, what it says about a module around it or inside of
-    it is taken too.
+    The pass for that kind comes first; its reason may also concern a module around this one or inside it.
 
     Args:
         kind: a region, or one of ``expected.KINDS``.
-        node: name of a node, "" when only the module counts.
+        node: name of a node; "" if only the module counts.
         module: qualified name.
         records: of all passes.
     """
@@ -125,5 +124,5 @@ def said_about(kind: str, node: str, module: str, records: Iterable[PassRecord])
 
 
 def _nested(one: str, other: str) -> bool:
-    """True if one of two modules lies in the other."""
+    """True if one of two modules contains the other."""
     return bool(one and other) and (one.startswith(f"{other}.") or other.startswith(f"{one}."))

@@ -1,5 +1,5 @@
-"""Account of what a decode step for an NPU could run on a second stream, fetch early or launch as one: by shapes
-only, nothing is measured."""
+"""Plans a second stream, early fetches and fused launches of a decode step on an NPU, from shapes; nothing is
+measured."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from ..passes.schedule.schedule_super_kernels import schedule_super_kernels
 from .wording import alike, counted
 
 _OVERLOAD = re.compile(r"_(default|tensor|scalar|self|int)(_\d+)?\b|_\d+\b")
-"""What tells nodes of one operator from each other."""
+"""Suffixes that distinguish nodes of one operator."""
 
 
 @dataclass(frozen=True)
 class PlannedBranch:
-    """Launches of some layers, alike in all of them, for a second stream.
+    """Launches for a second stream, equal in some layers.
 
     Attributes:
-        layers: their numbers; none of what is outside the layers.
+        layers: indices of the layers; empty: outside the layers.
         side: operators of the second stream, in order.
-        main: those that run meanwhile.
-        seconds: that ``side`` takes by itself in one layer.
-        gain: seconds that one layer is shorter by.
+        main: operators of the main stream meanwhile.
+        seconds: time of ``side`` by itself in one layer.
+        gain: seconds saved in one layer.
     """
 
     layers: tuple[int, ...]
@@ -48,17 +48,17 @@ class PlannedBranch:
 
 @dataclass(frozen=True)
 class PlannedFetch:
-    """A weight of some layers, alike in all of them, that is fetched into the L2 cache before it is read.
+    """A weight to fetch into the L2 cache before it is read, equal in some layers.
 
     Attributes:
         layers: as in ``PlannedBranch``.
-        weight: the argument that it is, and the module that reads it, from its layer on.
-        bytes: that are fetched.
-        of_bytes: that the weight has.
-        behind: operator after which that begins.
+        weight: its argument name and the module that reads it, from its layer on.
+        bytes: bytes to fetch.
+        of_bytes: bytes of the weight.
+        behind: operator after which the fetch begins.
         window: operators that leave the memory idle meanwhile, in order.
         idle: seconds for which they do.
-        gain: seconds that one layer is shorter by.
+        gain: seconds saved in one layer.
     """
 
     layers: tuple[int, ...]
@@ -73,14 +73,13 @@ class PlannedFetch:
 
 @dataclass(frozen=True)
 class PlannedSuperKernel:
-    """Launches of some layers, alike in all of them, that are fused.
+    """Launches to fuse, equal in some layers.
 
     Attributes:
         layers: as in ``PlannedBranch``, of the first launch.
         launches: operators, in order.
-        seconds: that they take by themselves; None where the chip's figures do not say.
-        beyond: of these, seconds that they take beyond moving their bytes and doing their operations, which is the
-            most that fusing can save.
+        seconds: their time by themselves; None if the chip's figures are unknown.
+        beyond: their time beyond moving their bytes and doing their operations, the maximum that fusing can save.
     """
 
     layers: tuple[int, ...]
@@ -91,18 +90,18 @@ class PlannedSuperKernel:
 
 @dataclass(frozen=True)
 class SchedulePlan:
-    """What a decode step of one sequence could run beside what, and without that fetch early and launch as one.
+    """A plan of second stream, early fetches and fused launches for a decode step of one sequence.
 
     Attributes:
-        branches: for the second stream.
-        refused: places where two sides meet that stay on the main stream, layers not told apart, with the reasons.
-        step_seconds: of all launches one after the other, as far as the layers were built.
+        branches: branches for the second stream.
+        refused: joins that stay on the main stream, layers not distinguished, with the reasons.
+        step_seconds: time of all launches in sequence, for the built layers.
         unplanned: why nothing is planned; else "".
-        fetches: weights that are fetched early.
-        not_fetched: places where none is, likewise, with the reasons.
+        fetches: weights to fetch early.
+        not_fetched: weights not fetched, likewise, with the reasons.
         unfetched: why no fetch is planned; else "".
-        super_kernels: launches that are fused.
-        not_fused: launches that are in none, likewise, with the reasons.
+        super_kernels: launches to fuse.
+        not_fused: launches not fused, likewise, with the reasons.
         unfused: why nothing is fused; else "".
     """
 
@@ -125,8 +124,8 @@ def schedule_plan(
 
     Args:
         traced: the lowered graph.
-        representatives: for each layer of the whole model the layer of the graph that is like it.
-        chip: where it runs; None when nothing is known of it.
+        representatives: for each layer of the whole model, the equal layer of the graph.
+        chip: the chip; None if unknown.
         soc: the chip's name.
         context: tokens in the cache, the decoded one included.
     """
@@ -199,7 +198,7 @@ def _super_kernels(
 
 
 def _like(node: fx.Node, layers: Mapping[fx.Node, int], representatives: Sequence[int]) -> list[int]:
-    """The layers of the whole model that are like that of a node."""
+    """The layers of the whole model equal to that of a node."""
     like = layers.get(node, -1)
     return [number for number, layer in enumerate(representatives) if layer == like]
 

@@ -1,4 +1,4 @@
-"""The formats of a model's stored weights, for a model without values that is to be lowered as that one is."""
+"""The formats of a model's stored weights, to lower a model without values in the same way."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
 Formats = Mapping[str, "list[Any]"]
-"""Name of a parameter → its format, whether it is transposed, scale and offset of its inputs or None, and which of
-the model's orders its inputs have, -1 for none. Ready for ``json.dump``."""
+"""Name of a parameter → its format, whether it is transposed, scale and offset of its inputs or None, and index of
+its input order in the model, -1 for none. Ready for ``json.dump``."""
 
 
 def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
@@ -30,10 +30,10 @@ def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
 
 
 def marks_of_layers(model: nn.Module, formats: Formats) -> list[str]:
-    """What tells decoder layers apart by the formats of their weights; equal where they are lowered alike.
+    """Formats of the weights in each decoder layer; equal for layers that are lowered alike.
 
-    Scales of inputs count by which weights of a layer share them, by whether they have an offset, and by whether they
-    are bfloat16 numbers, which norms that round take.
+    Input scales count by which weights of a layer share them, by whether they have an offset, and by whether they are
+    exact in bfloat16, which fused norms need.
     """
     path, layers = find_decoder_layers(model)
     marks: list[dict[str, Any]] = [{} for _ in layers]
@@ -60,7 +60,7 @@ def _is_bfloat16(scale: float) -> bool:
 
 
 def store_as(model: nn.Module, formats: Formats) -> None:
-    """Replace parameters of a model without values by stored ones; names that it does not have are left out."""
+    """Replace parameters of a model without values by stored ones; unknown names are ignored."""
     for name, (text, transposed, given, order) in formats.items():
         owner, _, leaf = name.rpartition(".")
         try:
@@ -76,7 +76,7 @@ def store_as(model: nn.Module, formats: Formats) -> None:
 def _without_values(
     parameter: torch.Tensor, form: WeightFormat, transposed: bool, given: list[Any] | None, order: int
 ) -> StoredWeight:
-    """A weight of the shape and the dtype of a parameter; memory that nobody writes to costs nothing."""
+    """A weight with the shape and dtype of a parameter; its memory is never written, so it costs nothing."""
     *lead, outputs, inputs = (parameter.mT if transposed else parameter).shape
     groups = form.num_groups(inputs)
     zeros = None if form.zero_dtype is None else torch.empty(*lead, outputs, groups, dtype=form.zero_dtype)

@@ -1,4 +1,4 @@
-"""Draw the operators of a decoder layer as SVG."""
+"""Draws the operators of a decoder layer as SVG."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KINDS = {
     "": "other",
     "input": "from outside",
 }
-"""Kinds of boxes (CSS class ``k-NAME``), with the words of the legend."""
+"""Kinds of boxes (CSS class ``k-NAME``) → text of the legend."""
 
 
 def svg(graph: LayerGraph, title: str) -> str:
@@ -52,7 +52,7 @@ def _width(box: Box) -> float:
 
 
 def _name(box: Box) -> str:
-    """The operator without ``aten.``, which most have."""
+    """The operator without the common prefix ``aten.``."""
     return box.title.removeprefix("aten.")
 
 

@@ -12,7 +12,7 @@ from .model_sections import heading, sections
 
 
 def tables(found: Findings) -> list[RenderableType]:
-    """A heading and the sections that there are, in the order in which they are read."""
+    """A heading and all nonempty sections, in reading order."""
     parts: list[RenderableType] = [_heading(found), ""]
     for section in sections(found):
         parts += section_tables(section)

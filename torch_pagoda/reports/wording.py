@@ -1,4 +1,4 @@
-"""Words and numbers that the tables of a terminal and of a page share: alike entries joined, bytes, milliseconds."""
+"""Words and numbers shared by tables of a terminal and of a page: joined entries, bytes, milliseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def alike(path: str) -> str:
 
 
 def counted(entries: Iterable[Entry]) -> list[tuple[Entry, int]]:
-    """Distinct entries in order of their first appearance, with how often they come."""
+    """Distinct entries in order of first appearance, with their counts."""
     return list(Counter(entries).items())
 
 
@@ -40,7 +40,7 @@ def times(name: str, count: int) -> str:
 
 
 def operator_list(operators: Iterable[str]) -> str:
-    """``pagoda.rms_norm · aten.linear ×2``: in order, repetitions next to each other joined."""
+    """``pagoda.rms_norm · aten.linear ×2``: in order, adjacent repetitions joined."""
     return " · ".join(times(name, len(list(same))) for name, same in groupby(operators))
 
 
@@ -59,7 +59,7 @@ def quantity(count: float, unit: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it, three digits."""
+    """A time in a suitable unit, three digits."""
     for unit in ("s", "ms", "µs"):
         if seconds >= 1:
             return f"{seconds:.3g} {unit}"
@@ -77,5 +77,5 @@ def size(count: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in ms, fine enough to tell fast passes apart."""
+    """A time in ms, precise enough to distinguish fast passes."""
     return f"{1000 * seconds:.1f}" if seconds < 0.1 else f"{1000 * seconds:.0f}"

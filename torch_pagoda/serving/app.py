@@ -1,4 +1,4 @@
-"""The application: routes around one engine, behind keys, limits and errors in OpenAI's form."""
+"""The ASGI application: routes around one engine, with API keys, limits and errors in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def make_app(
     log: RequestLog | None = None,
     tracer: RequestTracer | None = None,
 ) -> FastAPI:
-    """One server's application; ``app.state.front`` is its ``Front``.
+    """The ASGI application of one server; ``app.state.front`` is its ``Front``.
 
     Args:
-        settings: of the server.
-        client: its engine, which may still be loading.
+        settings: the server's settings.
+        client: the server's engine, which may still be loading.
         tokenizer: a HuggingFace tokenizer; None: prompts are token ids.
-        formats: of tool calls and reasoning.
-        log, tracer: of finished requests.
+        formats: the formats of tool calls and reasoning.
+        log, tracer: receive every finished request.
     """
     front = Front(settings, client, tokenizer, formats=formats, log=log, tracer=tracer)
     app = FastAPI(
@@ -78,7 +78,7 @@ def make_app(
     ):
         app.include_router(router(front))
     figures = documented(
-        None, "Figures for Prometheus.", (401,), text_types=("text/plain", "application/openmetrics-text")
+        None, "Metrics for Prometheus.", (401,), text_types=("text/plain", "application/openmetrics-text")
     )
     app.add_api_route("/metrics", metrics_endpoint(front.metrics), **figures)
     if settings.enable_admin:
@@ -148,11 +148,11 @@ class ObserveMiddleware:
 
 
 async def _reraise(request: Request, error: Exception) -> Response:
-    """Let ``ErrorMiddleware`` answer, as for what the middlewares raise."""
+    """Raise the error, so that ``ErrorMiddleware`` answers as it does for the middlewares."""
     if isinstance(error, ApiError):
         raise error
     return answer_http_exception(request, error)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
-    raise ApiError(400, "invalid_value", "The request does not fit this route; see /docs")
+    raise ApiError(400, "invalid_value", "The request does not match this route's schema; see /docs")

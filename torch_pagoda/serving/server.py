@@ -1,4 +1,4 @@
-"""One server from start to end: socket, connections, signals, drain."""
+"""The lifecycle of one server: socket, connections, signals, drain."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from .settings import Settings
 logger = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 64 * 1024
-"""Of a connection, in the system (Linux takes twice as many). Left to itself it grows to megabytes for a reader that
-takes nothing, and a stream is over for the server before anybody has read it."""
+"""Kernel send buffer of a connection in bytes (Linux doubles it). The default grows to megabytes for a stuck reader,
+and the server would see a stream end before anybody has read it."""
 
 _CUT_SECONDS = 2.0
-"""For the last words of what was cut."""
+"""Seconds to send the end of aborted responses."""
 
 
 class StartedClient(EngineClient, Protocol):
     """An engine that is loading or ready."""
 
     async def wait_ready(self) -> Hello:
-        """Wait until it takes submissions; raises ``EngineDied``."""
+        """Wait until the engine accepts submissions; raises ``EngineDied``."""
         ...
 
     async def wait_dead(self) -> None:
-        """Wait until it has ended for good."""
+        """Wait until the engine has ended for good."""
         ...
 
 
@@ -47,9 +47,9 @@ class Server:
     """Serves an application until a signal, or the end of its engine.
 
     Args:
-        app: of ``make_app``.
-        client: its engine.
-        settings: likewise.
+        app: the application of ``make_app``.
+        client: the client of its engine.
+        settings: the server's settings.
         sock: bound, from ``bind``; None with ``uds``.
         tls: ``ssl_*`` keywords of ``uvicorn.Config``.
     """
@@ -73,17 +73,17 @@ class Server:
 
     @property
     def address(self) -> str:
-        """Where it listens, as a URL or path."""
+        """The address as a URL or path."""
         if self._sock is None:
             return f"unix:{self._settings.uds}"
         host, port = self._sock.getsockname()[:2]
         return f"{self._scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def run(self, on_ready: Callable[[str], None]) -> int:
-        """Serve; returns the exit status: 0 after a signal, 1 where the engine ended.
+        """Serve; returns the exit status: 0 after a signal, 1 if the engine ended.
 
         Args:
-            on_ready: is told the address when requests are taken.
+            on_ready: called with the address when the server accepts requests.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +128,7 @@ class Server:
                 await self._drain(stop.result())
                 return 0
             if not serving.done():
-                logger.error("the engine has ended and is not started again")
+                logger.error("the engine has ended and is not restarted")
                 await asyncio.sleep(_CUT_SECONDS / 4)  # for the last events of its streams
             return 1
         finally:
@@ -136,12 +136,12 @@ class Server:
                 task.cancel()
 
     async def _drain(self, number: signal.Signals) -> None:
-        """Let what is under way end, as long as there is time and no second signal."""
+        """Let requests in progress finish, until the timeout or a second signal."""
         seconds = self._settings.shutdown_timeout if number == signal.SIGTERM else 0.0
         front = self._front
         front.begin_drain()
         count = front.admission.num_requests
-        logger.info("%s: %d requests under way have %g s to end", number.name, count, seconds)
+        logger.info("%s: %d requests in progress have %g s to finish", number.name, count, seconds)
         loop = asyncio.get_running_loop()
         closing = loop.call_later(min(self._settings.listen_while_draining, seconds), self._uvicorn.stop_listening)
         again = asyncio.create_task(self._stop.get())
@@ -159,24 +159,24 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """A uvicorn server without handlers of signals of its own."""
+    """A uvicorn server without signal handlers."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:  # type: ignore[override]
-        """Nothing: ``Server`` has handlers."""
+        """No-op: ``Server`` handles signals."""
         yield
 
     def stop_listening(self) -> None:
-        """Take no new connections."""
+        """Stop accepting connections."""
         for server in self.servers:
             server.close()
 
 
 def bind(settings: Settings) -> socket.socket | None:
-    """A socket that listens at the settings' address; None where that is a path.
+    """A socket that listens at the settings' address; None for a Unix socket.
 
     Raises:
-        ValueError: the address cannot be had; one line with the remedy.
+        ValueError: cannot listen on the address; one line with the remedy.
     """
     if settings.uds is not None:
         return None
@@ -193,8 +193,8 @@ def bind(settings: Settings) -> socket.socket | None:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(
-            f"--host {settings.host} --port {settings.port} cannot be listened on: {reason}; choose others, "
-            "--port 0 for any free port"
+            f"cannot listen on --host {settings.host} --port {settings.port}: {reason}; choose others, "
+            "or --port 0 for any free port"
         ) from error
     sock.set_inheritable(False)
     return sock

@@ -1,4 +1,4 @@
-"""Settings of one server, checked when they are made."""
+"""Settings of one server, validated at construction."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 @dataclass(frozen=True)
 class ApiKey:
-    """A key that opens the server.
+    """An API key.
 
     Attributes:
-        name: for logs and fair scheduling; the key itself is never shown.
-        key: what a client sends.
+        name: for logs and fair scheduling; the key itself is never logged.
+        key: the secret that clients send.
     """
 
     name: str
@@ -32,29 +32,29 @@ class ApiKey:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of one server; a field that is an option of ``pagoda serve`` has its help text beside it.
+    """Settings of one server; the fields that are options of ``pagoda serve`` have their help texts.
 
     Attributes:
-        served_model_names: names under which clients ask for the model; answers carry the first.
-        api_keys: any of them opens the server; none: it is open to all that reach it.
-        allowed_hosts: names in the ``Host`` header that are served besides the loopback's own, where only the
-            loopback is listened on.
-        chat_template: Jinja text in place of the tokenizer's own.
-        chat_template_kwargs: variables of the template that requests may override.
-        max_prompts: prompts of one request.
-        max_n: completions of one prompt.
+        served_model_names: names that clients may use; responses contain the first.
+        api_keys: keys that clients may use; empty: no key is needed.
+        allowed_hosts: accepted names in the ``Host`` header in addition to the loopback's own, if the server listens
+            on the loopback only.
+        chat_template: Jinja text that replaces the tokenizer's own.
+        chat_template_kwargs: template variables that requests may override.
+        max_prompts: maximum prompts of one request.
+        max_n: maximum completions of one prompt.
         header_timeout: seconds from the first byte of a request (or from connecting) to the end of its headers.
         body_timeout: seconds from there to the end of its body.
-        keep_alive_timeout: seconds for which an idle connection stays open.
-        sse_ping: seconds without news after which a stream sends a comment.
-        engine_silence: seconds without a word of a busy engine after which ``/health`` says so.
-        listen_while_draining: seconds for which new connections are still taken (and refused with 503) then.
-        enable_ui: the chat page is served at ``/``.
-        system_fingerprint: of model and program; clients see whether it changed.
+        keep_alive_timeout: seconds that an idle connection stays open.
+        sse_ping: seconds without events after which a stream sends a comment.
+        engine_silence: seconds without a message of a busy engine after which ``/health`` fails.
+        listen_while_draining: seconds for which new connections are still accepted (and refused with 503).
+        enable_ui: serve the chat page at ``/``.
+        system_fingerprint: identifies model and program for clients.
         version: of this software.
 
     Raises:
-        ValueError: a value is of the wrong kind or out of range; one line with argument, value and remedy.
+        ValueError: a value has the wrong type or is out of range; one line with argument, value and remedy.
     """
 
     served_model_names: tuple[str, ...] = ("model",)
@@ -102,8 +102,8 @@ class Settings:
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(_is_name(name) for name in self.served_model_names):
             raise ValueError(
-                f"served_model_names={shown(self.served_model_names)} are not names; give one or more of 1 to 256 "
-                "printable characters"
+                f"served_model_names={shown(self.served_model_names)} are not valid names; give one or more of 1 to "
+                "256 printable characters"
             )
         whole_number("port", self.port, 0, "use 0 for any free one", highest=65535)
         for name in ("max_logprobs", "max_queue", "max_queued_tokens"):
@@ -125,17 +125,19 @@ class Settings:
         ):
             check_bool(name, getattr(self, name))
         if self.root_path and not (self.root_path.startswith("/") and _is_name(self.root_path)):
-            raise ValueError(f"root_path={shown(self.root_path)} is not a path; let it begin with /")
+            raise ValueError(f"root_path={shown(self.root_path)} does not begin with /; add it")
         names = [key.name for key in self.api_keys]
         if len(set(names)) < len(names):
-            raise ValueError(f"api_keys have the names {shown(names)}; give each key a name of its own")
+            raise ValueError(f"api_keys have duplicate names {shown(names)}; give each key a unique name")
         for key in self.api_keys:
             if not key.key.isascii() or not key.key.isprintable() or not key.key.strip() or " " in key.key:
-                raise ValueError(f"api_keys: {shown(key.name)} is not a key; use printable ASCII without spaces")
+                raise ValueError(
+                    f"api_keys: the key named {shown(key.name)} is invalid; use printable ASCII without spaces"
+                )
 
     @property
     def model_name(self) -> str:
-        """The name that answers carry."""
+        """The model name in responses."""
         return self.served_model_names[0]
 
     @property

@@ -1,1 +1,1 @@
-"""The CPU target: our kernels called one after the other, or inductor around them."""
+"""The CPU target: our kernels called one after the other, or compiled with inductor."""

@@ -1,9 +1,9 @@
-"""Steps of the same sizes make the same kernel calls: those are recorded, and made again without Python between them.
+"""Records the kernel calls of a step, and replays them without Python for steps of the same sizes.
 
-Decoding a token takes hundreds of kernel calls. Python between them costs as much as the kernels of a small model. A
-recorded step holds the tensors that its calls read and write: what a step brings is copied into its inputs, a loop
-in C makes the calls, and the few nodes that are not kernels of ours (the embedding, the angles of rotations) are
-evaluated as before, into the same memory.
+Decoding a token takes hundreds of kernel calls. In a small model, Python between them costs as much as the kernels. A
+recorded step owns the tensors that its calls read and write: a step's inputs are copied in, a loop in C makes the
+calls, and the few nodes that are not our kernels (the embedding, the angles of rotary embeddings) are evaluated as
+before, into the same memory.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RecordedSteps:
             return step.replay(args)
         step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
         if step.refusal:
-            log.info("steps are not recorded, because %s", step.refusal)
+            log.info("not recording steps: %s", step.refusal)
             self._possible = False
             self._steps.clear()
         else:
@@ -231,9 +231,9 @@ class _Recorder:
         results = list(_tensors(found))
         if not results:
             if read and not _is_size(node):
-                self.refusal = f"{node.name} makes a number of a tensor"
+                self.refusal = f"{node.name} converts a tensor to a number"
             elif not isinstance(found, _NUMBERS):
-                self.refusal = f"{node.name} does what its result does not tell"
+                self.refusal = f"{node.name} has side effects"
             return
         owned = {tensor.untyped_storage().data_ptr() for tensor in read if not tensor.is_mkldnn}
         fresh = [i for i, tensor in enumerate(results) if tensor.untyped_storage().data_ptr() not in owned]

@@ -1,4 +1,4 @@
-"""Memory for the results of operators that are called again and again: it stays where it is."""
+"""Memory at fixed addresses for results of operators that are called repeatedly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Ascend target: the real torch_npu and torchair run without a device, and what they make of lowered graphs.
+"""The Ascend target: runs lowered graphs with torch_npu and torchair.
 
 Importing this package imports neither of them.
 """

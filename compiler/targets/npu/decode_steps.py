@@ -1,7 +1,7 @@
-"""Programs of two graphs for an NPU: one for steps of one token per sequence, and one for all others.
+"""Programs with two graphs for an NPU: one for steps of one token per sequence, and one for all others.
 
-Both take the same inputs and keep the same caches (``passes.lower.npu.decode_attention``), so each step goes to the
-graph that is for it. Steps of sizes of the decode graph that were found wrong run by the calls of the other one.
+Both have the same inputs and caches (``passes.lower.npu.decode_attention``), and each step runs its own graph. Steps
+at sizes of the decode graph that were found wrong use the calls of the other one.
 """
 
 from __future__ import annotations

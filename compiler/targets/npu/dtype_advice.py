@@ -1,4 +1,4 @@
-"""What a model's dtype costs it on an NPU: operators that do not take it, and what stands in for them."""
+"""Operators of an NPU that do not support a model's dtype, and their replacements."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def dtype_advice(routes: Iterable[_Route], dtype: torch.dtype, product: Product)
     if not refused:
         return ""
     said = [f"{operator} is {chosen}, not {_listed(list(names))}" for (operator, chosen), names in refused.items()]
-    remedy = f"dtype={_name(better)!r} is what they take"
-    return f"{_name(dtype)} keeps operators from being used: {'; '.join(said)}. {remedy}"
+    remedy = f"dtype={_name(better)!r} would allow them"
+    return f"{_name(dtype)} prevents the use of operators: {'; '.join(said)}. {remedy}"
 
 
 def _stands_in(chosen: tuple[str, ...]) -> str:
     """What a route chose, in words."""
     fused = [_short(name) for name in chosen if name.startswith("npu.")]
     spelled_out = any(name == _FORMULA or name.startswith("aten.") for name in chosen)
-    return _listed([*fused, *(["its formula"] if spelled_out else [])]) or "left as it is"
+    return _listed([*fused, *(["its reference implementation"] if spelled_out else [])]) or "left as it is"
 
 
 def _listed(names: list[str]) -> str:

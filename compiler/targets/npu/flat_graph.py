@@ -1,4 +1,4 @@
-"""A lowered graph as the compilers of Ascend take it: with tensors and single integers for inputs.
+"""A lowered graph in the form of Ascend's compilers: with tensors and single integers as inputs.
 
 Nodes take lists of lengths as SymInt[] arguments. Traced as one input, such a list would be baked in; with an input
 for each member, and a symbol for each, only its length is. (A symbol, because AOTAutograd takes a plain 0 or 1 for a

@@ -1,4 +1,4 @@
-"""The base of the two ways to run a lowered graph on an NPU: they choose the sizes that it runs at."""
+"""The base of the two ways to run a lowered graph on an NPU, which select the sizes of steps."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Route(ABC):
     def note_eager(self, reason: str) -> None:
         """Count a step that runs operator by operator; the first one of a reason is logged."""
         if not self.eager_steps[reason]:
-            log.warning("not every step runs as a whole graph, some run operator by operator: %s", reason)
+            log.warning("some steps run operator by operator instead of as a whole graph: %s", reason)
         self.eager_steps[reason] += 1
 
     @property

@@ -1,4 +1,4 @@
-"""The route that ``codegen`` asks for."""
+"""Creates the route that ``codegen`` selects."""
 
 from __future__ import annotations
 

@@ -68,11 +68,11 @@ _OF_GE: dict[str, Allowed] = {
 KNOWN: dict[str, dict[str, Allowed]] = {"aclgraph": _OF_ACLGRAPH, "ge": _OF_GE}
 """By ``codegen``, the options of torch_npu 2.13.0 that may be given."""
 
-_FUSES = "its fusions come after lowering, and nobody has held them against the operators' limits"
+_FUSES = "its fusions follow lowering, and were not checked against the operators' limits"
 _ADDRESSES = "weights and steps keep their addresses"
 _OURS: dict[str, dict[str, str]] = {
     "aclgraph": {
-        "capture_limit": "sizes are planned by the chip's streams and events",
+        "capture_limit": "sizes are planned from the chip's streams and events",
         **dict.fromkeys(("clone_input", "frozen_parameter", "force_recapture"), _ADDRESSES),
         **dict.fromkeys(("use_graph_pool", "reuse_graph_pool_in_same_fx"), "captures share their memory"),
         "pattern_fusion_pass": _FUSES,
@@ -128,7 +128,7 @@ def check_options(options: Mapping[str, Any], codegen: str, product: Product) ->
     known = known_options(codegen)
     for name, value in options.items():
         if name in _OURS[codegen]:
-            raise ValueError(f"npu_options[{name!r}] is not for users to set: {_OURS[codegen][name]}; leave it out")
+            raise ValueError(f"npu_options[{name!r}] is set internally: {_OURS[codegen][name]}; omit it")
         if name not in known:
             raise ValueError(f"npu_options[{name!r}] is not an option of codegen={codegen!r}; {_remedy(name, known)}")
         allowed = known[name]
@@ -151,19 +151,19 @@ def _check_super_kernels(options: Mapping[str, Any], product: Product) -> None:
     if options.get("super_kernel_optimize"):
         if product not in SUPER_KERNEL_PRODUCTS:
             raise ValueError(
-                f"npu_options['super_kernel_optimize'] is documented for {SUPER_KERNEL_CHIPS}, and the chip is "
-                f"{product.value}*; leave it out"
+                f"npu_options['super_kernel_optimize'] is documented for {SUPER_KERNEL_CHIPS}, but the chip is "
+                f"{product.value}*; omit it"
             )
         if not options.get("static_kernel_compile"):
             raise ValueError(
-                "npu_options['super_kernel_optimize'] fuses static kernels; give 'static_kernel_compile': True too"
+                "npu_options['super_kernel_optimize'] fuses static kernels; set 'static_kernel_compile': True too"
             )
     for name, known in SUPER_KERNEL_OPTIONS.items():
         given = options.get(name)
         if given is None:
             continue
         if not options.get("super_kernel_optimize"):
-            raise ValueError(f"npu_options[{name!r}] is for super kernels; give 'super_kernel_optimize': True too")
+            raise ValueError(f"npu_options[{name!r}] is for super kernels; set 'super_kernel_optimize': True too")
         if not isinstance(given, Mapping):
             raise ValueError(f"npu_options[{name!r}]={given!r} is not a dictionary")
         for key, value in given.items():
@@ -246,4 +246,4 @@ def _set(config: Any, attribute: str, name: str, value: Any) -> None:
         setattr(config, attribute, value)
     except Exception as error:
         first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"npu_options[{name!r}]={value!r} is not taken: {first.strip()}") from None
+        raise ValueError(f"npu_options[{name!r}]={value!r} was rejected: {first.strip()}") from None

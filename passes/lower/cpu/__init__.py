@@ -1,1 +1,1 @@
-"""Lowering to a CPU: how weights are held, and products that do not depend on the batch."""
+"""Lowering to a CPU: the format of weights, and batch-invariant products."""

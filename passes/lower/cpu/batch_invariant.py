@@ -49,7 +49,7 @@ _ROUNDS_ALONE = frozenset(
     "to zeros ones full arange zeros_like ones_like full_like new_zeros "
     "new_ones new_full scalar_tensor amax amin max min square heaviside".split()
 )
-_SUMS = "adds numbers up in an order that depends on sizes and threads"
+_SUMS = "sums in an order that depends on sizes and threads"
 
 
 def make_batch_invariant(traced: TracedGraph) -> PassRecord:
@@ -60,7 +60,7 @@ def make_batch_invariant(traced: TracedGraph) -> PassRecord:
     """
     record = PassRecord("make_batch_invariant")
     if load_kernels() is None:
-        raise UnsupportedModel("batch_invariant=True needs the C++ kernels; install g++, or leave it out")
+        raise UnsupportedModel("batch_invariant=True needs the C++ kernels; install g++, or omit it")
     for node in list(traced.graph.nodes):
         new = _replacement(traced, node)
         if new is not None:
@@ -74,8 +74,8 @@ def make_batch_invariant(traced: TracedGraph) -> PassRecord:
         if reason:
             where = f" in {path}" if (path := module_path(node)) else ""
             raise UnsupportedModel(
-                f"batch_invariant=True cannot be kept: {node.target}{where} {reason}; leave it out, or let the "
-                "passes that recognize such operators run (opt_level=2)"
+                f"batch_invariant=True is not possible: {node.target}{where} {reason}; omit it, or enable the "
+                "passes that recognize such operators (opt_level=2)"
             )
     return record
 
@@ -120,13 +120,15 @@ def _refusal(node: fx.Node) -> str:
         wide = dtypes - set(FLOAT_CODES)
         return f"has no kernel for {wide.pop()}" if wide else ""
     if name in ("add", "sub", "rsub") and argument(node, 2, "alpha", 1) != 1:
-        return "multiplies and adds, which is rounded once here and twice there"
+        return "multiplies and adds, which is rounded either once or twice"
     if name == "rsqrt" and dtypes != {torch.float32}:
         return "is rounded once in vectors and twice in single numbers"
     if name in _MOVES or name in _ROUNDS_ALONE:
         return ""
     if name == "pow":
-        return "" if argument(node, 1, "exponent") == 2 else "is rounded differently at the ends of a thread's share"
+        return (
+            "" if argument(node, 1, "exponent") == 2 else "is rounded differently at the boundaries between threads"
+        )
     if name in ("mm", "bmm", "addmm", "baddbmm", "matmul", "einsum", "sum", "mean", "softmax", "_softmax", "cumsum"):
         return _SUMS
     return "is not known to be invariant"

@@ -68,12 +68,12 @@ def _scheme(tensor: object, call: MoeArguments[fx.Node], traced: TracedGraph) ->
     """How the weights of experts are packed, or the reason why they are not."""
     if isinstance(tensor, StoredWeight):
         if tensor.form.ordered:
-            return "their inputs are stored in an order of their own"
+            return "their inputs are stored in a permuted order"
         if tensor.transposed != call.transposed:
-            return "their scales lie along their outputs"
+            return "their scales are per group of outputs"
         return unpackable(tensor.form) or scheme_of(tensor.form, traced.input_bits)
     if traced.quantization is None:
-        return "the other weight of them is not stored rounded"
+        return "only one of their weights is quantized"
     weight = value(call.up)
     if weight.device.type != "cpu" or weight.dtype not in FLOAT_CODES:
         return f"no quantized products of {weight.dtype} on {weight.device}"

@@ -1,1 +1,1 @@
-"""Attention: paged, by gathered keys and by chosen ones; rotary embeddings; rows of int8 caches."""
+"""Attention: paged, gathered and sparse; rotary embeddings; rows of int8 caches."""

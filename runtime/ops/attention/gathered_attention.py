@@ -1,4 +1,4 @@
-"""Paged attention in plain ATen operators of static kind: what lowering falls back to on Ascend."""
+"""Paged attention in plain ATen operators with static shapes: the fallback of lowering on Ascend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of int8 with one float32 scale each: how an int8 KV cache stores a head's key or value."""
+"""Rows of int8 with one float32 scale each: the format of a head's key or value in an int8 KV cache."""
 
 from __future__ import annotations
 
@@ -51,11 +51,9 @@ def check_scales(key_cache: torch.Tensor, key_scale: torch.Tensor | None, value_
     for name, scale in (("key_scale", key_scale), ("value_scale", value_scale)):
         if key_cache.dtype != torch.int8:
             if scale is not None:
-                raise ValueError(
-                    f"{name} is given beside caches of {key_cache.dtype}; leave it out, it is for torch.int8"
-                )
+                raise ValueError(f"{name} is for caches of torch.int8, not {key_cache.dtype}; omit it")
         elif scale is None or scale.dtype != torch.float32 or scale.shape != key_cache.shape[:3]:
             found = None if scale is None else f"{tuple(scale.shape)} {scale.dtype}"
             raise ValueError(
-                f"{name} is {found}; caches of torch.int8 need it as {tuple(key_cache.shape[:3])} torch.float32"
+                f"{name} is {found}; caches of torch.int8 need {tuple(key_cache.shape[:3])} torch.float32"
             )

@@ -107,7 +107,7 @@ def _checked_sizes(call: _Call) -> tuple[int, ...]:
     check_selected(call.selected, batch, tokens)
     check_relative_bias(call.relative_bias, batch, heads, tokens)
     if call.selected is not None and call.relative_bias is not None:
-        raise ValueError("selected and relative_bias are both given; no kernel takes them together")
+        raise ValueError("selected and relative_bias cannot be combined; give one of them")
     dtype, cache_dtype = query.dtype, key_cache.dtype
     if key.dtype != dtype or value.dtype != dtype or value_cache.dtype != cache_dtype:
         raise ValueError(

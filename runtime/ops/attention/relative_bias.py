@@ -1,4 +1,4 @@
-"""A bias of attention scores that each query has for each distance back to a key."""
+"""A bias of attention scores per query and distance back to a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that an indexer has chosen for each token, as positions and as a mask."""
+"""Keys selected by an indexer for each token, as positions and as a mask."""
 
 from __future__ import annotations
 

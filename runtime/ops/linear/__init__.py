@@ -1,1 +1,1 @@
-"""Linear layers and how their weights are held: packed, quantized, as stored."""
+"""Linear layers and the formats of their weights: packed, quantized, stored."""

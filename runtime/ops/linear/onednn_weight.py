@@ -55,7 +55,7 @@ def pack_for_onednn(*weights: torch.Tensor) -> torch.Tensor:
     address, size = address_of(packed), torch.ops.mkldnn._nbytes(packed)
     laid = panels_in(weight, address, size) if address else None
     if laid is None:
-        log.info("a weight %s is in a layout of oneDNN's that only it can read", tuple(weight.shape))
+        log.info("oneDNN chose an opaque layout for a weight %s", tuple(weight.shape))
         return packed
     packed.blocked = (address, laid.shape[2])  # type: ignore[attr-defined]
     layout = _Layout(laid.shape[2], torch.ops.mkldnn._get_mkldnn_serialized_md(packed))

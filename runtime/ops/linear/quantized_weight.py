@@ -142,7 +142,7 @@ def check_input_scale(scale: float, offset: int) -> None:
     if not (0 < scale < math.inf and scale == struct.unpack("f", struct.pack("f", scale))[0]):
         raise ValueError(f"input_scale={scale!r} is not supported; give a positive float32 number")
     if offset not in range(-128, 128):
-        raise ValueError(f"input_offset={offset!r} is not supported; give one from -128 to 127")
+        raise ValueError(f"input_offset={offset!r} is not supported; use one from -128 to 127")
 
 
 def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:

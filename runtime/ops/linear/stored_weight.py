@@ -159,7 +159,7 @@ class StoredWeight(torch.Tensor):
             written = [value for value in args if isinstance(value, StoredWeight)]
             if written and args[0] is written[0]:
                 raise RuntimeError(
-                    f"{func} writes into a weight that is stored as {written[0].form}; load it in float"
+                    f"{func} writes into a weight stored as {written[0].form}; load the model unquantized"
                 )
         return func(*pytree.tree_map(as_dense, args), **pytree.tree_map(as_dense, kwargs))
 

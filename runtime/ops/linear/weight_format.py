@@ -1,4 +1,4 @@
-"""The formats that quantized weights are stored in: what a code means, and which scale belongs to it."""
+"""The storage formats of quantized weights: the meaning of codes, and the scale of each."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class WeightFormat:
         """
         found = _SPELLED.fullmatch(text)
         if found is None:
-            raise ValueError(f"{text!r} is not a weight format; one is spelled like 'int4/g128/f16+z'")
+            raise ValueError(f"{text!r} is not a weight format; write it like 'int4/g128/f16+z'")
         code, group, scale, zeros, ordered, inputs = found.groups()
         kind = code if code in BITS else code[:-1]
         bits = BITS[code][0] if code in BITS else int(code[-1])

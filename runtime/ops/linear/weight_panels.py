@@ -1,4 +1,4 @@
-"""Weights in panels of outputs, ``[panels, in / 2, panel, 2]``: how packed products read them."""
+"""Weights in panels of outputs, ``[panels, in / 2, panel, 2]``: the layout for packed products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain ATen operators of static sizes: what lowering falls back to on Ascend."""
+"""Mixtures of experts in plain ATen operators with static shapes: the fallback of lowering on Ascend."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagoda::moe` and `pagoda::moe_gating`: the routed experts of a mixture of experts, and what chooses them."""
+"""`pagoda::moe` and `pagoda::moe_gating`: the routed experts of a mixture of experts, and their router."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pagoda::quantized_moe`: the routed experts of a mixture of experts, whose weights are rounded to few bits."""
+"""`pagoda::quantized_moe`: the routed experts of a mixture of experts with quantized weights."""
 
 from __future__ import annotations
 

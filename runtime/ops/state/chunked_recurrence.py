@@ -1,4 +1,4 @@
-"""`pagoda::linear_recurrence` in chunks, in plain ATen operators of static kind, for Ascend.
+"""`pagoda::linear_recurrence` in chunks, in plain ATen operators with static shapes, for Ascend.
 
 Within a chunk, with decays d_i, the running sum g of their logarithms, and S the state in front of it (Yang et al.
 2024, *Parallelizing Linear Transformers with the Delta Rule*; Dao & Gu 2024 without beta)::

@@ -1,4 +1,4 @@
-"""`pagoda::selective_scan` in chunks, in plain ATen operators of static kind: what lowering falls back to on Ascend.
+"""`pagoda::selective_scan` in chunks, in plain ATen operators with static shapes: the fallback of lowering on Ascend.
 
 The states behind all tokens of a chunk are computed together, by doubling, and so are those that chunks pass on. All
 of them lie in memory at once: T * E * N elements in fp32.

@@ -1,4 +1,4 @@
-"""Operators with state in plain ATen operators of static kind: what lowering falls back to on Ascend.
+"""Operators with state in plain ATen operators with static shapes: the fallback of lowering on Ascend.
 
 States of a step's sequences are gathered, computed on together, and returned for one write into the pool. Unlike the
 operators themselves (``state_slots``) they ask that

@@ -1,4 +1,4 @@
-"""The comparison of kernels that keep state with their references, for ``kernel_check``.
+"""Compares kernels with state with their references, for ``kernel_check``.
 
 A step holds a sequence that begins and is longer than a kernel's tile, one that goes on in place, and one that goes
 on from a slot that it must not change; the other slots are full of NaN.

@@ -69,7 +69,7 @@ def test_a_table_that_cannot_be_traced_is_named():
             return super().forward(x, position_ids * 2 if position_ids.max() > 100 else position_ids)
 
     model.model.rotary_emb.__class__ = OwnRope
-    with pytest.raises(UnsupportedModel, match="rope_type is 'linear': if its table depends on the length"):
+    with pytest.raises(UnsupportedModel, match="rope_type is 'linear': if its table depends on the sequence length"):
         capture(model)
 
 

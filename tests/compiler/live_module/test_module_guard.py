@@ -262,7 +262,7 @@ def test_what_changes_no_logits_is_accepted(model, tmp_path, call):
 def test_what_changes_logits_is_refused(model, tmp_path, call):
     guards = Guards(model)
     call(model, tmp_path)
-    with pytest.raises(RuntimeError, match="compile it again"):
+    with pytest.raises(RuntimeError, match="recompile it"):
         guards.check()
 
 

@@ -50,7 +50,7 @@ def test_a_number_is_wrong_beyond_the_limit_of_its_dtype(dtype: torch.dtype) -> 
         (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), "is not a number at [3, 0] (inf"),
         (lambda x: x.float(), "it is float32[4, 64] where bfloat16[4, 64] is right"),
         (lambda x: x[:2], "it is bfloat16[2, 64] where bfloat16[4, 64] is right"),
-        (lambda x: torch.zeros_like(x), "beyond the limit"),
+        (lambda x: torch.zeros_like(x), "exceed the limit"),
     ],
 )
 def test_mistakes_are_named(spoil: Callable[[torch.Tensor], torch.Tensor], words: str) -> None:
@@ -68,7 +68,7 @@ def test_integers_are_equal_and_rounded_ones_are_neighbors() -> None:
     assert difference_of(torch.tensor([[-126, 3, 127]], dtype=torch.int8), rounded).reason
     indices = torch.tensor([[4, 5]])
     assert not difference_of(indices.clone(), indices).reason
-    assert "differs by 1 at [0, 1] (6, right is 5)" in difference_of(indices + torch.tensor([[0, 1]]), indices).reason
+    assert "differs by 1 at [0, 1] (6, expected 5)" in difference_of(indices + torch.tensor([[0, 1]]), indices).reason
     flags = torch.tensor([True, False])
     assert difference_of(~flags, flags).reason and not difference_of(flags, flags).reason
 

@@ -92,7 +92,7 @@ def test_nothing_is_kept_where_others_can_write(store, caplog):
     store.folder.chmod(0o770)
     store.save("a", {})
     assert not list(store.folder.iterdir())
-    assert "cannot be kept" in caplog.text and "others may write to" in caplog.text
+    assert "cannot store the program" in caplog.text and "others may write to" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives files away, which only root may")
@@ -129,7 +129,7 @@ def test_folder_that_cannot_be_written_is_no_error(tmp_path, caplog):
     (tmp_path / "file").touch()
     with caplog.at_level(logging.WARNING):
         ProgramStore(tmp_path / "file" / "programs").save("a", {})
-    assert "cannot be kept" in caplog.text
+    assert "cannot store the program" in caplog.text
 
 
 def test_broken_off_writes_leave_nothing(store, monkeypatch, caplog):

@@ -56,7 +56,7 @@ def test_values_of_copied_weights_may_not_change(model):
         model[0].bias.add_(1.0)
     guard.check()
     model.load_state_dict(model.state_dict())
-    with pytest.raises(RuntimeError, match=r"'0.weight' of Sequential was written to.*compile the model again"):
+    with pytest.raises(RuntimeError, match=r"'0.weight' of Sequential was written to.*recompile the model"):
         guard.check()
 
 

@@ -283,9 +283,9 @@ def over_the_wrong_dim(m, q, k, v, pos):
     ("spelling", "reason"),
     [
         (escaping_scores, "also read by"),
-        (gate_of_the_wrong_sign, "not a gate by sinks"),
-        (gate_by_half_the_logarithm, "not a gate by sinks"),
-        (gate_by_tanh, "not a gate by sinks"),
+        (gate_of_the_wrong_sign, "into a gate by sinks"),
+        (gate_by_half_the_logarithm, "into a gate by sinks"),
+        (gate_by_tanh, "into a gate by sinks"),
         (gate_over_the_queries, "does not run over the keys"),
         (gate_that_escapes, "also read by"),
         (gate_beside_the_ungated_result, "is read 2 times"),

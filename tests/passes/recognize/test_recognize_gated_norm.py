@@ -363,7 +363,7 @@ def test_groups_that_were_followed_wrongly_are_found(monkeypatch):
         prepared(of_transformers("mamba2", torch.float32), *drawn(torch.float32, 2, 5, DIM))
     )
     assert record.matches == 0
-    assert record.rejections[0].reason == "it is not pagoda::gated_rms_norm: its results are others"
+    assert record.rejections[0].reason == "it is not pagoda::gated_rms_norm: its results differ"
 
 
 # Architecture → what its configuration says, and gated norms of it.

@@ -212,7 +212,7 @@ NEAR_MISSES = {
     ),
     "half of them": (
         chosen_by(lambda s, b: s.masked_fill(~b[:, 0], -torch.inf).topk((s.shape[-1] + 1) // 2).indices.int()),
-        "no least of a number",
+        "not the minimum of a constant",
     ),
     "later keys are chosen": (
         chosen_by(lambda s, b: s.topk(min(TOPK, s.shape[-1])).indices.int()),

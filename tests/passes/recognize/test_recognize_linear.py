@@ -98,7 +98,7 @@ def test_scaled_sums_are_near_misses(name):
     graph = aten_of_module(Spelled(SCALED[name]), torch.randn(2, 5, 6))
     record = recognize_linear(graph)
     assert record.matches == (name == "residual")
-    reason = "what is added is not a bias" if name == "residual" else "scaled"
+    reason = "the added tensor is not a bias" if name == "residual" else "scaled"
     assert [reason in r.reason for r in record.rejections] == [True]
     assert leftovers(graph) == ["addmm"]
 

@@ -361,29 +361,29 @@ NEAR_MISSES = {
     "the output is scaled by a parameter": (scaled_output, "it reads"),
     "an activation that has no name": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: torch.tanh(y[..., :INNER]) * y[..., INNER:]),
-        "not an activation that the operator knows",
+        "not a supported activation",
     ),
     "nearly an activation": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:] * 1.001),
-        "not an activation that the operator knows",
+        "not a supported activation",
     ),
     "a limit from below": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: F.silu(y[..., :INNER]) * y[..., INNER:].clamp(min=-16)),
-        "not an activation that the operator knows",
+        "not a supported activation",
     ),
     "a limit of the scaled up": (
         lambda m, x: sorted_experts(
             m, x, middle=lambda y: F.silu(y[..., :INNER]) * (y[..., INNER:] / 64).clamp(-4, 4) * 64
         ),
-        "not an activation that the operator knows",
+        "not a supported activation",
     ),
     "a limit by a comparison": (
         lambda m, x: sorted_experts(
             m, x, middle=lambda y: F.silu(y[..., :INNER]) * torch.where(y[..., INNER:] > 16, 16, y[..., INNER:])
         ),
-        "not an activation that the operator knows",
+        "not a supported activation",
     ),
-    "experts that were not chosen add something": (biased_all_experts, "not an activation that the operator knows"),
+    "experts that were not chosen add something": (biased_all_experts, "not a supported activation"),
     "one product": (one_product, "no second product"),
 }
 
@@ -431,17 +431,17 @@ ROUTING_NEAR_MISSES = {
         lambda m, x: sorted_experts(
             m, x, lambda m, x: (lambda top: (top[0].square(), top[1]))(F.linear(x, m.router).topk(CHOSEN, -1))
         ),
-        "in a way that the operator does not know",
+        "the operator does not support",
     ),
     "groups that are only put back": (
         lambda m, x: sorted_experts(m, x, lambda m, x: grouped_routing(m, x, fill=0.0)),
-        "in a way that the operator does not know",
+        "the operator does not support",
     ),
     "a learned scale": (
         lambda m, x: sorted_experts(
             m, x, lambda m, x: (lambda w, ids: (w + m.correction[ids], ids))(*softmax_routing(m, x))
         ),
-        "not made of their scores alone",
+        "depends on more than their scores",
     ),
     "experts by a table": (lambda m, x: sorted_experts(m, x, tabled), "not chosen by scores of all of them"),
 }

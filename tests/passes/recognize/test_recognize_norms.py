@@ -110,7 +110,7 @@ def reread(m, x):
 
 NEAR_MISSES = {
     "the root is read again": (reread, torch.float32, "2 users"),
-    "another tensor is scaled": (lambda m, x: (x + 1) * root(x) * m.w, torch.float32, "not what was squared"),
+    "another tensor is scaled": (lambda m, x: (x + 1) * root(x) * m.w, torch.float32, "not the squared one"),
     "statistics in half precision": (lambda m, x: m.w * (x * root(x)), torch.bfloat16, "bfloat16"),
 }
 

@@ -168,5 +168,5 @@ def test_the_self_check_sees_rows_of_other_distances() -> None:
 
 
 def test_there_is_no_lowering_for_an_npu() -> None:
-    with pytest.raises(UnsupportedModel, match=r"adds a bias by distance .* not lowered for an Ascend NPU yet"):
+    with pytest.raises(UnsupportedModel, match=r"adds a bias by distance .* which Ascend NPUs do not support yet"):
         build_program(build_tiny_model("inkling_text"), CompileOptions(target="npu", verify="off"))

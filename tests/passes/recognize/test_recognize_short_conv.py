@@ -133,7 +133,7 @@ def reasons(before: Mixer) -> list[str]:
         (lambda x, w: F.conv1d(F.pad(x, (3, 0), value=1.0), w, groups=HIDDEN), "pad(3, 0) in front"),
         (lambda x, w: F.conv1d(x, w, padding="same", groups=HIDDEN), "padding same"),
         (lambda x, w: F.conv1d(F.pad(x, (3, 0), mode="replicate"), w, groups=HIDDEN), "pad(3, 0) in front"),
-        (lambda x, w: F.conv1d(x, w, padding=3, groups=HIDDEN)[..., 3:], "not the causal convolution"),
+        (lambda x, w: F.conv1d(x, w, padding=3, groups=HIDDEN)[..., 3:], "not those of a causal convolution"),
         (lambda x, w: F.conv1d(F.pad(x, (8, 0)), w.repeat(1, 1, 3)[..., :9], groups=HIDDEN), "over 9 tokens"),
     ],
 )
@@ -149,7 +149,7 @@ def test_other_convolutions(convolve: Callable[..., torch.Tensor], reason: str) 
     [
         (lambda h: torch.cat([h[:, :1], h[:, :-1]], dim=1), "depends on the tokens"),
         (lambda h: torch.cat([h[:, :1] * 0, h[:, 1:]], dim=1), "depends on the tokens"),
-        (lambda h: torch.cat([h.new_zeros(1, 1, HIDDEN), h[:, 1:]], dim=1), "does not hand every row"),
+        (lambda h: torch.cat([h.new_zeros(1, 1, HIDDEN), h[:, 1:]], dim=1), "does not pass every row"),
         (lambda h: torch.cat([h[:, 1:], h.new_zeros(1, 1, HIDDEN)], dim=1), None),
         (lambda h: F.pad(h, (0, 0, -1, 1)), None),
         (lambda h: F.pad(h, (0, 0, 1, -1), value=2.0), "gets constant 2.0"),
@@ -165,12 +165,12 @@ def test_mistakes_are_noticed_where_they_are_made(monkeypatch: pytest.MonkeyPatc
     """Each rewritten place is run beside what it was, on random numbers."""
     delayed = short_conv.insert_delayed
     monkeypatch.setattr(short_conv, "_of_front", lambda *args: None)  # zeros, not the first one's bias
-    assert "it is not the causal convolution that it looks like" in reasons(chain_of_two)
+    assert "its results are not those of a causal convolution" in reasons(chain_of_two)
     monkeypatch.undo()
     monkeypatch.setattr(short_conv, "insert_delayed", lambda traced, rows, by, first: delayed(traced, rows, 2, first))
-    assert "it is not the causal convolution that it looks like" in reasons(in_groups_and_cut)
+    assert "its results are not those of a causal convolution" in reasons(in_groups_and_cut)
     monkeypatch.undo()
     monkeypatch.setattr(
         token_shift, "insert_delayed", lambda traced, rows, by, first: delayed(traced, rows, by, None)
     )
-    assert "it does not hand every row to the next token" in reasons(shift_behind_a_row)
+    assert "it does not pass every row to the next token" in reasons(shift_behind_a_row)

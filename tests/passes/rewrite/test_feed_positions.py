@@ -86,8 +86,8 @@ def test_there_are_no_more_positions_than_rows():
 
 
 REFUSED: dict[str, tuple[Cut, str]] = {
-    "padded": (lambda t, n: F.pad(t, (0, n - 2048))[:, None], "place in the step"),
-    "from the end": (lambda t, n: t[-n:][:, None], "place in the step"),
+    "padded": (lambda t, n: F.pad(t, (0, n - 2048))[:, None], "index in the step"),
+    "from the end": (lambda t, n: t[-n:][:, None], "index in the step"),
 }
 
 

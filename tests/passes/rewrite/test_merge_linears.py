@@ -141,7 +141,7 @@ def test_a_weight_that_something_else_reads_stays():
     assert len(linears(graph)) == 3
     (rejection,) = record.rejections
     assert rejection.module == "parts.0"
-    assert rejection.reason == "a parameter of it is read by linear_default_3 too"
+    assert rejection.reason == "also reads one of its parameters linear_default_3 too"
     assert_same_numbers(graph, module)
 
 
@@ -196,7 +196,7 @@ def test_a_shared_bias_stays():
     module.parts[2].bias = module.parts[1].bias
     _, record = merged(module)
     assert record.matches == 0
-    assert sum("a parameter of it is read by" in reason for reason in reasons(record)) == 2
+    assert sum("also reads one of its parameters" in reason for reason in reasons(record)) == 2
 
 
 def test_parameters_that_share_memory_stay():

@@ -15,7 +15,7 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from toy_program import ToyProgram
 
 REPORTED = "NPU function error: c10_npu::acl, error code is 507010\n[Error]: ts lost heartbeat"
-LOST = "the device is lost, its task scheduler gives no sign of life"
+LOST = "the device is lost, its task scheduler does not respond"
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 

@@ -605,8 +605,8 @@ def test_bad_parameters_are_refused() -> None:
         ({"block_size": 0}, "block_size=0 is not an integer >= 1"),
         ({"num_blocks": 1.5}, "num_blocks=1.5"),
         ({"max_num_seqs": True}, "max_num_seqs=True"),
-        ({"max_model_len": 129}, "max_model_len=129 is above the model's 128"),
-        ({"num_blocks": 4, "max_model_len": 17}, "max_model_len=17 is above the 16 tokens that the KV cache"),
+        ({"max_model_len": 129}, "max_model_len=129 exceeds the model's 128"),
+        ({"num_blocks": 4, "max_model_len": 17}, "max_model_len=17 exceeds the 16 tokens of the KV cache"),
     ],
 )
 def test_bad_sizes_are_refused(options: dict[str, Any], message: str) -> None:

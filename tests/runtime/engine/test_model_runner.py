@@ -116,7 +116,7 @@ def test_rows_are_taken_and_given_back() -> None:
     a, b, c = (request(name, 1) for name in "abc")
     runner.add(a)
     runner.add(b)
-    with pytest.raises(RuntimeError, match=r"'c' finds no row, max_num_seqs=2"):
+    with pytest.raises(RuntimeError, match=r"'c' finds no free row: all max_num_seqs=2"):
         runner.add(c)
     runner.remove(a)
     runner.remove(a)
@@ -203,7 +203,7 @@ def test_a_program_that_breaks_the_contract_is_named() -> None:
     program.change_logits = lambda logits, _: torch.cat([logits, logits])
     req = request("a", 1, 2)
     runner.add(req)
-    with pytest.raises(RuntimeError, match="for 1 asked rows"):
+    with pytest.raises(RuntimeError, match="for 1 requested rows"):
         runner.run([planned(runner, blocks, req, 0, 2)])
 
 

@@ -187,7 +187,7 @@ def test_several_prompts_are_taken_together_or_not_at_all() -> None:
         engine.submit_many(["a", "b", []], params)
     with pytest.raises(ValueError, match="2 entries for 3 prompts"):
         engine.submit_many(["a", "b", "c"], params, ["x", "y"])
-    with pytest.raises(ValueError, match="names a prompt twice"):
+    with pytest.raises(ValueError, match="has duplicates"):
         engine.submit_many(["a", "b"], params, ["x", "x"])
     with pytest.raises(QueueFull):
         engine.submit_many(["a", "b", "c"], SamplingParams(n=2))

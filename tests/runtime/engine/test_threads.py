@@ -340,7 +340,7 @@ def test_what_runs_within_a_step_may_not_call(expected: list[list[int]]) -> None
     outputs = engine.generate(PROMPTS[:1], GREEDY)
     assert outputs[0].outputs[0].token_ids == expected[0]
     assert len(refused) == 4 * 12 and {text.split(";")[0] for text in refused} == {
-        "the engine is called by a hook or signal handler that runs within one of its own steps"
+        "the engine is called by a hook or signal handler within one of its own steps"
     }
     assert_idle(engine)
 
@@ -400,6 +400,8 @@ def test_a_forked_process_is_refused(expected: list[list[int]]) -> None:
     parent = os.getpid()
     assert len(said) == 8
     for text in said:
-        assert text.startswith(f"the engine was made in process {parent} and cannot be used in process {child}"), text
+        assert text.startswith(
+            f"the engine was created in process {parent} and cannot be used in its fork {child}"
+        ), text
     assert sum(len(piece.token_ids) for piece in stream) == 11, "here it goes on"
     assert_idle(engine)

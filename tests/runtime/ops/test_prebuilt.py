@@ -119,7 +119,7 @@ def test_a_library_for_a_better_processor_is_not(folder):
 
 
 def test_an_installation_without_libraries(tmp_path):
-    with pytest.raises(KernelBuildError, match="none came with this installation"):
+    with pytest.raises(KernelBuildError, match="this installation contains none"):
         load(tmp_path / "missing")
 
 
@@ -147,7 +147,7 @@ def garble(library):
 @pytest.mark.parametrize("damage", [cut, flip, lose_digest, garble], ids=lambda f: f.__name__)
 def test_a_damaged_library_is_not_loaded_and_that_is_said(folder, caplog, damage):
     damage(folder / library_name(TOY, "ours"))
-    with pytest.raises(KernelBuildError, match="does not load"):
+    with pytest.raises(KernelBuildError, match="could not load"):
         load(folder)
     assert "kernels-toy-ours.so is not used" in caplog.text
 
@@ -196,9 +196,14 @@ class TestChoice:
     @pytest.mark.parametrize(
         "chosen, prebuilt, built, why",
         [
-            ("auto", None, None, r"there is no g\+\+; no prebuilt kernels serve: they are gone"),
+            ("auto", None, None, r"there is no g\+\+; no prebuilt kernels are usable: they are gone"),
             ("jit", "prebuilt", None, r"there is no g\+\+$"),
-            ("prebuilt", None, "built", "TORCH_PAGODA_KERNELS=prebuilt and no prebuilt kernels serve: they are gone"),
+            (
+                "prebuilt",
+                None,
+                "built",
+                "TORCH_PAGODA_KERNELS=prebuilt and no prebuilt kernels are usable: they are gone",
+            ),
         ],
     )
     def test_reasons(self, tmp_path, chosen, prebuilt, built, why):
@@ -210,7 +215,7 @@ class TestChoice:
         self.built = "built"
         with caplog.at_level(logging.INFO, native.__name__):
             native._load_or_build(tmp_path)
-        assert "no prebuilt kernels serve: they are gone" in caplog.text
+        assert "no prebuilt kernels are usable: they are gone" in caplog.text
 
 
 @pytest.mark.parametrize("value, chosen", [(None, "auto"), ("", "auto"), ("jit", "jit"), ("prebuilt", "prebuilt")])
@@ -281,7 +286,7 @@ def test_without_a_compiler_the_prebuilt_library_serves_silently(build, installe
 def test_without_a_compiler_a_damaged_library_leaves_the_reference(installed, tmp_path):
     flip(*installed.glob("*.so"))
     out, error = run(installed, tmp_path)
-    assert out.endswith("None\n") and "no g++ on PATH" in out and "no prebuilt kernels serve" in out
+    assert out.endswith("None\n") and "g++ is not on PATH" in out and "no prebuilt kernels are usable" in out
     assert "it is damaged" in error
 
 

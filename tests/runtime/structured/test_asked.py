@@ -93,8 +93,8 @@ def loop() -> dict[str, Any]:
         ({"json": None}, "asks for nothing"),
         ({"strict": True}, "asks for nothing"),
         ({"json": SCHEMA, "regex": "a"}, "asks for json and regex"),
-        ({"jsn": SCHEMA}, "'jsn', which is not known"),
-        ({3: SCHEMA}, "3, which is not known"),
+        ({"jsn": SCHEMA}, "'jsn', which is unknown"),
+        ({3: SCHEMA}, "3, which is unknown"),
         ({"json": 3}, "structured_outputs.json=3 is not a JSON schema"),
         ({"json": [SCHEMA]}, "is not a JSON schema"),
         ({"json": "{"}, "structured_outputs.json is not JSON"),
@@ -127,7 +127,7 @@ def loop() -> dict[str, Any]:
         ({"structural_tag": []}, "is not a mapping"),
         ({"structural_tag": {}}, "structures is not a list"),
         ({"structural_tag": {**TAG, "triggers": []}}, "triggers is not a list"),
-        ({"structural_tag": {**TAG, "triggers": ["<g"]}}, "begins with none of the triggers"),
+        ({"structural_tag": {**TAG, "triggers": ["<g"]}}, "starts with none of the triggers"),
         ({"structural_tag": {**TAG, "structures": [{"begin": "<f"}]}}, "no begin or no end"),
         (
             {
@@ -136,7 +136,7 @@ def loop() -> dict[str, Any]:
                     "triggers": ["<f=", "f"],
                 }
             },
-            r"structures\[0\] can never be written: its trigger '<f=' holds the trigger 'f'",
+            r"structures\[0\] can never be generated: its trigger '<f=' contains the trigger 'f'",
         ),
         ({"structural_tag": {**TAG, "structures": [{"begin": "<f", "end": 3}]}}, "end=3 is not text"),
         ({"structural_tag": {**TAG, "structures": TAG["structures"] * 200}}, "list of 1 to 128"),

@@ -132,7 +132,7 @@ def test_too_much_work_ends_one_request() -> None:
     assert [o.finish_reason for o in outputs] == ["error", "stop", "error", "stop"]
     for output in (outputs[0], outputs[2]):
         assert output.error is not None and re.match(
-            r"the grammar of structured_outputs cannot go on \(.*items; max is 2000", output.error
+            r"the grammar of structured_outputs cannot continue \(.*items; max is 2000", output.error
         )
     assert engine.generate(["a"], fine)[0].outputs[0].text == outputs[1].text
     assert engine.block_manager.num_used_blocks == 0

@@ -86,11 +86,11 @@ def test_digits_run_out(vocabulary: Vocabulary) -> None:
 
 def test_a_state_in_error_allows_nothing(vocabulary: Vocabulary) -> None:
     good, bad = start(vocabulary, regex="[0-9]"), start(vocabulary, regex="[0-9]")
-    with pytest.raises(GrammarError, match=r"cannot go on .*token"):
+    with pytest.raises(GrammarError, match=r"cannot continue .*token"):
         bad.consume(3)
     masks = MaskPool().fill([bad, good], [False, True])
     assert allowed(masks[0]) == [] and len(allowed(masks[1])) == 10
-    assert bad.error is not None and bad.error.startswith("the grammar of structured_outputs cannot go on (")
+    assert bad.error is not None and bad.error.startswith("the grammar of structured_outputs cannot continue (")
     bad.restore([15])
     assert bad.error is None and bad.is_finished and bad.ended_in_text
 

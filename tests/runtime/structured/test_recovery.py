@@ -106,7 +106,7 @@ def test_a_stop_token_that_is_also_text_of_the_grammar_stays_out_after_an_interr
 
 def test_ids_of_several_prompts_are_all_given_or_none() -> None:
     engine = structured_engine()
-    with pytest.raises(ValueError, match="request_ids holds None"):
+    with pytest.raises(ValueError, match="request_ids contains None"):
         engine.submit_many([[65], [66]], SamplingParams(max_tokens=2), [None, "0"])  # type: ignore[list-item]
     (output,) = engine.generate([[65]], SamplingParams(max_tokens=2, ignore_eos=True))
     assert output.outputs[0].finish_reason == "length"
@@ -148,5 +148,5 @@ def after_marker(regex: str, bias: dict[int, float]) -> Any:
 def test_text_in_the_token_that_ends_the_wait_counts() -> None:
     assert after_marker("ab", {256: 100.0}).text == ">ab"
     refused = after_marker("bb", {256: 100.0})
-    assert refused.finish_reason == "error" and "cannot go on" in refused.error
+    assert refused.finish_reason == "error" and "cannot continue" in refused.error
     assert after_marker("bb", {257: 100.0}).text == ">\nbb"

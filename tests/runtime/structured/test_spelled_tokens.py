@@ -108,7 +108,9 @@ def test_an_ordinary_token_that_ends_the_text_is_written_otherwise() -> None:
 def test_limits_that_rule_out_the_grammar_are_the_requests_fault() -> None:
     engine = engine_of(word_tokenizer("byte-level"))
     answer = complete(engine, {"choice": ["yes"]}, allowed_token_ids=[5])
-    assert answer.finish_reason == "error" and answer.error.startswith("the grammar of structured_outputs cannot go")
+    assert answer.finish_reason == "error" and answer.error.startswith(
+        "the grammar of structured_outputs cannot continue"
+    )
     engine.runner.program.change_logits = lambda logits, last: torch.full_like(logits, torch.nan)  # type: ignore[attr-defined]
     assert complete(engine, {"choice": ["yes"]}).error.startswith("the model's logits")
 

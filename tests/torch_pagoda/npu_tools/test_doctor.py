@@ -120,11 +120,11 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
         (lambda m: installed(m, torch="2.12.0"), "torch_npu", "not installed", "'torch-npu==2.12.0.*'"),
         (
             lambda m: installed(m, torch="2.13.0+cpu", torch_npu="2.12.0"),
-            *("torch_npu", "is compiled for torch 2.12.0, and torch is 2.13.0+cpu", "the same release"),
+            *("torch_npu", "is compiled for torch 2.12.0, but torch is 2.13.0+cpu", "the same release"),
         ),
         (
             lambda m: write(m, f"{CANN}/aarch64-linux/ascend_toolkit_install.info", "version=8.5.0\n"),
-            *("CANN for torch_npu", "is released for CANN 9.1.0, and this is 8.5.0", "install CANN 9.1.0"),
+            *("CANN for torch_npu", "is released for CANN 9.1.0, but this is 8.5.0", "install CANN 9.1.0"),
         ),
         (
             lambda m: replace(m, environment={}),
@@ -132,7 +132,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
         ),
         (
             lambda m: setting(m, ASCEND_HOME_PATH="/opt/gone"),
-            *("environment", "/opt/gone is not there", f"source {CANN}/set_env.sh"),
+            *("environment", "/opt/gone does not exist", f"source {CANN}/set_env.sh"),
         ),
         (
             lambda m: write(m, "/usr/local/Ascend/driver/version.info", "Version=25.0.1\n"),
@@ -140,16 +140,16 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
         ),
         (
             lambda m: without(without(m, "/dev/davinci0"), "/dev/davinci1"),
-            *("devices", "there is no /dev/davinci*", "install the driver"),
+            *("devices", "no /dev/davinci* found", "install the driver"),
         ),
         (
             lambda m: without(write(m, "/.dockerenv", ""), "/dev/devmm_svm"),
             *("device managers", "/dev/devmm_svm", "start the container with --device /dev/devmm_svm"),
         ),
-        (lambda m: replace(m, groups=frozenset({5})), "permission", "this user is not in", "usermod -aG"),
+        (lambda m: replace(m, groups=frozenset({5})), "permission", "this user is not a member", "usermod -aG"),
         (
             lambda m: setting(m, ASCEND_RT_VISIBLE_DEVICES="0,2"),
-            *("visible devices", "names 2, and there are 2 devices", "name numbers below 2"),
+            *("visible devices", "names 2, but the number of devices is 2", "name numbers below 2"),
         ),
         (lambda m: setting(m, ASCEND_RT_VISIBLE_DEVICES="a"), "visible devices", "not a list of numbers", "export"),
         (
@@ -160,7 +160,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
         ),
         (
             lambda m: replace(m, run=answers(SMI.replace("3390 / 65536", "65536 / 65536"))),
-            *("memory 1", "0 of 65536 MiB free", "end what holds it"),
+            *("memory 1", "0 of 65536 MiB free", "stop the processes"),
         ),
         (
             lambda m: replace(m, run=answers("DrvMngGetConsoleLogLevel failed. ret=4\nnpu-smi: dcmi is not there\n")),
@@ -173,7 +173,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
         (lambda m: replace(m, run=answers(devices="DEVICES 0\n")), "import torch_npu", "sees no device", "devices"),
         (
             lambda m: setting(m, PYTORCH_NPU_ALLOC_CONF="expandable_segments:True,max_split_size_mb:64"),
-            *("allocator", "does not go with max_split_size_mb", "leave max_split_size_mb out"),
+            *("allocator", "conflicts with max_split_size_mb", "remove max_split_size_mb"),
         ),
         (lambda m: setting(m, PYTORCH_NPU_ALLOC_CONF="what"), "allocator", "is not a setting", "export"),
     ],
@@ -189,19 +189,24 @@ def test_what_stops_serving(
 @pytest.mark.parametrize(
     ("change", "check", "status", "words"),
     [
-        (lambda m: installed(m, torch="2.13.0", torch_npu="2.13.0"), "CANN for torch_npu", UNKNOWN, "no table"),
+        (
+            lambda m: installed(m, torch="2.13.0", torch_npu="2.13.0"),
+            "CANN for torch_npu",
+            UNKNOWN,
+            "no known vendor table",
+        ),
         (
             lambda m: write(m, "/usr/local/Ascend/driver/version.info", "Version=27.0.0\n"),
             *("driver for CANN", UNKNOWN, "newer than the table"),
         ),
         (lambda m: without(m, "/usr/local/Ascend/firmware/version.info"), "firmware", UNKNOWN, "not readable"),
         (lambda m: replace(m, run=lambda command: None), "npu-smi", UNKNOWN, "not found"),
-        (lambda m: setting(m, LD_LIBRARY_PATH="/lib"), "environment", UNKNOWN, "names nothing in"),
+        (lambda m: setting(m, LD_LIBRARY_PATH="/lib"), "environment", UNKNOWN, "has no folder in"),
         (lambda m: write(m, "/sys/fs/cgroup/cpu.max", "150000 100000\n"), "processors", PROBLEM, "allows 1.5"),
         (lambda m: write(m, "/sys/fs/cgroup/memory.max", f"{2**31}\n"), "host memory", PROBLEM, "2.0 GiB by the"),
         (
             lambda m: write(m, f"{CANN}/aarch64-linux/ascend_toolkit_install.info", "version=9.1.1\n"),
-            *("CANN for torch_npu", PROBLEM, "is released for CANN 9.1.0, and this is 9.1.1"),
+            *("CANN for torch_npu", PROBLEM, "is released for CANN 9.1.0, but this is 9.1.1"),
         ),
         (
             lambda m: installed(
@@ -211,7 +216,7 @@ def test_what_stops_serving(
             ),
             *("CANN for torch_npu", OK, "is released for CANN 9.1 ("),
         ),
-        (lambda m: replace(m, user_id=0, groups=frozenset()), "permission", OK, "may be used"),
+        (lambda m: replace(m, user_id=0, groups=frozenset()), "permission", OK, "is accessible"),
     ],
 )
 def test_what_does_not_stop_serving(

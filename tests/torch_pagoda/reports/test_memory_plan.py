@@ -241,7 +241,7 @@ def test_expected_blocks_are_between_their_bounds(mean: float, sigma: float, siz
     ("call", "words"),
     [
         (lambda: plan_block_size([]), "lengths is empty"),
-        (lambda: plan_block_size([4, 0]), "lengths holds 0"),
+        (lambda: plan_block_size([4, 0]), "lengths has 0"),
         (lambda: plan_block_size([4], []), "candidates="),
         (lambda: plan_block_size([4], [0, 8]), "candidates="),
         (lambda: plan_block_size([4], block_overhead=-1.0), "block_overhead=-1"),

@@ -145,7 +145,9 @@ async def test_a_template_that_blows_up_is_refused(serve: Any) -> None:
     template = "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}"
     async with serve(chat_template=template) as client:
         response = await client.post(URL, json={"messages": HELLO})
-    assert response.status_code == 400 and "characters by the chat template" in response.json()["error"]["message"]
+    assert (
+        response.status_code == 400 and "the rendered chat prompt is too long" in response.json()["error"]["message"]
+    )
 
 
 class Marked:

@@ -291,7 +291,7 @@ async def test_values_that_mean_a_served_one(serve: Any, asked: dict[str, Any]) 
         ({"stop": ["a", ""]}, "stop", "stop[1] has 0 characters"),
         ({"stop": ""}, "stop", "stop has 0 characters"),
         ({"stop": ["a"] * 17}, "stop", "stop has 17 texts"),
-        ({"best_of": 2, "stream": True}, "best_of", "best_of=2 is not n"),
+        ({"best_of": 2, "stream": True}, "best_of", "best_of=2 cannot be streamed"),
     ],
 )
 async def test_refusals_name_the_field_and_the_value(

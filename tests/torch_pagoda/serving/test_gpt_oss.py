@@ -134,8 +134,8 @@ TAKES = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (TAKES, "takes tools, but it is not known how the model writes its calls"),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not take tools"),
+        (TAKES, "supports tools, but the format of its calls is unknown"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "does not support tools"),
     ],
 )
 async def test_why_tools_are_refused(serve: Any, engine: FakeEngine, template: str, said: str) -> None:

@@ -93,7 +93,7 @@ def test_a_grammar_that_fails_is_refused_without_its_reason(monkeypatch: pytest.
     bench = Bench(structured_engine()).start()
     bench.send(Submit("r", [[1]], REGEX))
     (refused,) = bench.steps("r")[-1].refused
-    assert (refused.request_id, refused.message) == ("r", "the engine cannot take this grammar")
+    assert (refused.request_id, refused.message) == ("r", "the engine failed to compile this grammar")
     bench.sock.close()
     assert bench.end() == EXIT_DONE
 

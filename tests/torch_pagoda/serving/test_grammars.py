@@ -83,7 +83,7 @@ async def test_options_beside_a_constraint_reach_the_engine(
 @pytest.mark.parametrize(
     ("options", "param", "reason"),
     [
-        ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is not known"),
+        ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is unknown"),
         ({"whitespace": "some"}, "structured_outputs.whitespace", "'some' is not known"),
         ({"strict": "yes"}, "structured_outputs.strict", "'yes' is not a bool"),
         ({"after": []}, "structured_outputs.after", "[] is neither text nor a list"),
@@ -123,7 +123,7 @@ async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(
     checks = Grammars(tokenizer, seconds.append)
     monkeypatch.setattr(grammars, "MAX_SECONDS_IN_QUEUE", 0.1)
     for _ in range(2):
-        with pytest.raises(ApiError, match="to compile") as error:
+        with pytest.raises(ApiError, match="compiling the grammar") as error:
             await checks.check({"regex": "a"})
         assert error.value.status_code == 400
     # Both places are held by what was given up; whoever comes later is not told that the own grammar is at fault.
@@ -139,7 +139,7 @@ async def test_grammars_that_take_long_hold_nobody_up_and_are_not_piled_up(
 
 
 async def test_without_a_tokenizer_nothing_can_be_constrained() -> None:
-    with pytest.raises(ApiError, match="no tokenizer"):
+    with pytest.raises(ApiError, match="need a tokenizer"):
         await Grammars(None).check({"regex": "a"})
 
 
@@ -154,7 +154,9 @@ async def test_a_grammar_that_cannot_go_on_is_the_requests_fault(serve: Any, eng
         engine.error = "out of memory"
         failed = await client.post(url, json=asked)
     assert (whole.status_code, failed.status_code) == (400, 500)
-    assert "cannot go on (it requires more text and allows none)" in whole.json()["error"]["message"]
+    assert "cannot continue (it requires more text and allows none)" in whole.json()["error"]["message"]
     assert (
-        streamed.status_code == 200 and "cannot go on" in streamed.text and "The engine failed" not in streamed.text
+        streamed.status_code == 200
+        and "cannot continue" in streamed.text
+        and "The engine failed" not in streamed.text
     )

@@ -205,7 +205,7 @@ def test_names_have_the_prefix_that_was_asked_for(prefix):
 
 
 def test_an_unknown_prefix_is_refused():
-    with pytest.raises(ValueError, match=r"prefix='sglang': must be one of \('both', 'vllm', 'pagoda'\)"):
+    with pytest.raises(ValueError, match=r"prefix='sglang': use one of \('both', 'vllm', 'pagoda'\)"):
         ServerMetrics(Client(), "tiny", 100, "sglang")
 
 

@@ -25,17 +25,17 @@ REFUSED = {
     "much text": (
         "{{ messages[0].content }}{% for i in range(9000) %}0123456789{% endfor %}",
         "messages",
-        "messages become 90007 characters",
+        "too long .90007 characters.",
     ),
-    "a long loop": ("{% for i in range(10 ** 9) %}x{% endfor %}", "chat_template", "fails: OverflowError"),
+    "a long loop": ("{% for i in range(10 ** 9) %}x{% endfor %}", "chat_template", "failed: OverflowError"),
     "deep": (
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "chat_template",
-        "fails: (RecursionError|TemplateSyntaxError|MemoryError)",
+        "failed: (RecursionError|TemplateSyntaxError|MemoryError)",
     ),
-    "no template": ("{% for %}", "chat_template", "fails: TemplateSyntaxError"),
-    "a refusal": ("{{ raise_exception('no ' ~ messages | length) }}", "chat_template", "fails: TemplateError: no 1"),
-    "a look behind": ("{{ ''.__class__.__mro__ }}", "chat_template", "fails: SecurityError"),
+    "no template": ("{% for %}", "chat_template", "failed: TemplateSyntaxError"),
+    "a refusal": ("{{ raise_exception('no ' ~ messages | length) }}", "chat_template", "failed: TemplateError: no 1"),
+    "a look behind": ("{{ ''.__class__.__mro__ }}", "chat_template", "failed: SecurityError"),
 }
 
 

@@ -38,5 +38,5 @@ def test_a_port_that_is_taken() -> None:
     assert first is not None
     with first:
         first.listen()
-        with pytest.raises(ValueError, match=r"cannot be listened on: .*choose others"):
+        with pytest.raises(ValueError, match=r"cannot listen on .*choose others"):
             bind(Settings(port=first.getsockname()[1]))

@@ -44,10 +44,10 @@ def test_values_at_the_edges_are_taken() -> None:
 
 
 def test_keys_have_names_of_their_own_and_can_be_sent() -> None:
-    with pytest.raises(ValueError, match="a name of its own"):
+    with pytest.raises(ValueError, match="a unique name"):
         Settings(api_keys=(ApiKey("one", "secret"), ApiKey("one", "other")))
     for key in ("", " ", "a b", "schl\u00fcssel", "a\tb"):
-        with pytest.raises(ValueError, match="'one' is not a key"):
+        with pytest.raises(ValueError, match="'one' is invalid"):
             Settings(api_keys=(ApiKey("one", key),))
     assert Settings(api_keys=(ApiKey("one", "secret"), ApiKey("two", "other"))).model_name == "model"
 

@@ -181,7 +181,7 @@ def test_questions() -> None:
             assert (await client.ask("stats"))["blocks_cached"] > 0
             await client.ask("reset_prefix_cache")
             assert (await client.ask("stats"))["blocks_cached"] == 0
-            with pytest.raises(ValueError, match="'nonsense' is not known"):
+            with pytest.raises(ValueError, match="'nonsense' is unknown"):
                 await client.ask("nonsense")
             assert client.seconds_since_heard == 0
 

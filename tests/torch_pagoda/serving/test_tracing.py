@@ -102,5 +102,7 @@ def test_nothing_is_imported_without_an_endpoint():
 
 def test_without_the_extra_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ImportError, match=r"trace_endpoint='http://x' needs: pip install 'torch-pagoda\[otel\]'"):
+    with pytest.raises(
+        ImportError, match=r"trace_endpoint='http://x' needs OpenTelemetry: pip install 'torch-pagoda\[otel\]'"
+    ):
         RequestTracer.to_endpoint("http://x")

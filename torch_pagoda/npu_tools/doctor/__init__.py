@@ -1,6 +1,6 @@
-"""Checks of an Ascend installation: what is wrong with it and what to do. Nothing here imports torch.
+"""Checks of an Ascend installation: problems and remedies. Nothing here imports torch.
 
-An installed torch_npu without CANN breaks ``import torch``, and that is one of the things to be found.
+An installed torch_npu without CANN breaks ``import torch``, which is one of the problems to find.
 """
 
 from .checkup import CHECKS, examine

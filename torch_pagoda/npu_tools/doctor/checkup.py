@@ -1,4 +1,4 @@
-"""The checks in the order of the report, and the running of them."""
+"""Runs the checks in the order of the report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(system: System, checks: Iterable[Check] = CHECKS) -> list[Finding]:
-    """Run all checks. One that fails itself is reported as not known, and the others run all the same."""
+    """Run all checks. A check that raises is reported as unknown, and the others still run."""
     found: list[Finding] = []
     for check in checks:
         try:

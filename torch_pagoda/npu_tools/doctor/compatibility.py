@@ -1,6 +1,6 @@
-"""Which versions of torch, torch_npu, Python, CANN and the driver go together, as data with its sources.
+"""Compatible versions of torch, torch_npu, Python, CANN and the driver, with sources.
 
-What no source was found for is not in here, and is reported as not known.
+Versions without a source are missing here, and are reported as unknown.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ DRIVERS_OF_CANN: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 PYTHONS = ((3, 11), (3, 12), (3, 13), (3, 14))
-"""Of TorchNPU's recommended 3.10 to 3.14 those that torch-pagoda runs with."""
+"""The versions of TorchNPU's recommended 3.10 to 3.14 that torch-pagoda supports."""
 
 
 def release(version: str) -> str:
-    """Major and minor number: "9.1.0" and "9.1.RC1" are "9.1"."""
+    """Major and minor version: "9.1.0" and "9.1.RC1" are "9.1"."""
     return ".".join(version.split(".")[:2])

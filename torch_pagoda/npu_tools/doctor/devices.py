@@ -1,4 +1,4 @@
-"""Checks of the devices: which are there, may be used, are visible, and what memory they have free."""
+"""Checks of the devices: presence, permissions, visibility, free memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def device_numbers(system: System) -> list[int]:
 
 
 def device_files(system: System) -> Iterator[Finding]:
-    """The device files of the driver are there; in a container they have to be handed in."""
+    """Check for the driver's device files; a container must be given them."""
     numbers, names = device_numbers(system), set(system.names("/dev"))
     inside = " with --device /dev/davinci0" if system.in_container else ""
     if not numbers:
-        where = "start the container" + inside if inside else "install the driver, and see that lspci shows a device"
-        yield problem("devices", "there is no /dev/davinci*", where)
+        where = "start the container" + inside if inside else "install the driver; check that lspci shows a device"
+        yield problem("devices", "no /dev/davinci* found", where)
         return
     yield ok("devices", ", ".join(f"/dev/davinci{number}" for number in numbers[:16]))
     missing = [name for name in _MANAGERS if name not in names]
@@ -41,12 +41,12 @@ def device_files(system: System) -> Iterator[Finding]:
             f"missing: {', '.join(f'/dev/{name}' for name in missing)}",
             f"start the container with {' '.join(f'--device /dev/{name}' for name in missing)}"
             if inside
-            else "load the driver anew",
+            else "reload the driver",
         )
 
 
 def permissions(system: System) -> Iterator[Finding]:
-    """The user may open the devices: the owner's group, or everybody."""
+    """Check that the user may open the devices: as a member of the owner's group, or as everybody."""
     for number in device_numbers(system)[:16]:
         name = f"/dev/davinci{number}"
         try:
@@ -58,18 +58,18 @@ def permissions(system: System) -> Iterator[Finding]:
         shares = is_owner and mode & stat.S_IRUSR and mode & stat.S_IWUSR
         shares = shares or (status.st_gid in system.groups and mode & stat.S_IRGRP and mode & stat.S_IWGRP)
         if system.user_id == 0 or shares or (mode & stat.S_IROTH and mode & stat.S_IWOTH):
-            yield ok("permission", f"{name} may be used")
+            yield ok("permission", f"{name} is accessible")
         else:
             group = _group(system, status.st_gid)
             yield problem(
                 "permission",
-                f"{name} belongs to group {group}, which this user is not in",
-                f"usermod -aG {group} USER, and log in again",
+                f"{name} belongs to group {group}, and this user is not a member",
+                f"run usermod -aG {group} USER, and log in again",
             )
 
 
 def visible(system: System) -> Iterator[Finding]:
-    """ASCEND_RT_VISIBLE_DEVICES names devices that are there."""
+    """Check that ASCEND_RT_VISIBLE_DEVICES names existing devices."""
     asked = system.environment.get(_VISIBLE)
     if asked is None:
         yield ok("visible devices", f"{_VISIBLE} is not set: all")
@@ -86,24 +86,24 @@ def visible(system: System) -> Iterator[Finding]:
     if absent:
         yield problem(
             "visible devices",
-            f"{_VISIBLE}={shown} names {absent[0]}, and there are {count} devices",
-            f"unset {_VISIBLE}, or name numbers below {count}" if count else "see the line about devices",
+            f"{_VISIBLE}={shown} names {absent[0]}, but the number of devices is {count}",
+            f"unset {_VISIBLE}, or name numbers below {count}" if count else "see the line 'devices'",
         )
     else:
         yield ok("visible devices", f"{_VISIBLE}={shown}")
 
 
 def health_and_memory(system: System) -> Iterator[Finding]:
-    """npu-smi finds the devices healthy and mostly free."""
+    """Check with npu-smi that the devices are healthy and mostly free."""
     result = system.run(["npu-smi", "info"])
     if result is None:
-        yield unknown("npu-smi", "not found, or no answer", "mount /usr/local/bin/npu-smi in a container")
+        yield unknown("npu-smi", "not found, or it did not answer", "mount /usr/local/bin/npu-smi in a container")
         return
     status, output = result
     healths = list(_HEALTH.finditer(output))
     if status or not healths:
         lines = output.strip().splitlines() or [f"exit status {status}"]
-        yield problem("npu-smi", plain(lines[-1]), "see the lines about driver and devices above")
+        yield problem("npu-smi", plain(lines[-1]), "see the lines 'driver' and 'devices' above")
         return
     for at, found in enumerate(healths[:16]):
         number, chip, health = found.groups()
@@ -118,16 +118,14 @@ def health_and_memory(system: System) -> Iterator[Finding]:
         rows = output[found.end() : end].splitlines()[1:2]
         memory = _MEMORY.search("\n".join(rows))
         if memory is None or int(memory[2]) == 0:
-            yield unknown(f"memory {number}", "npu-smi shows none")
+            yield unknown(f"memory {number}", "npu-smi shows no memory")
             continue
         used, total = int(memory[1]), int(memory[2])
         text = f"{total - used} of {total} MiB free"
         if total - used >= _LEAST_FREE * total:
             yield ok(f"memory {number}", text)
         else:
-            yield problem(
-                f"memory {number}", text, "end what holds it: the processes below npu-smi info", stops=used >= total
-            )
+            yield problem(f"memory {number}", text, "stop the processes that npu-smi info lists", stops=used >= total)
 
 
 def _group(system: System, number: int) -> str:

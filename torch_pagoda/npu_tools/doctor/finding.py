@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Finding:
     """A line of the report.
 
     Attributes:
-        check: what was looked at.
+        check: what was checked.
         status: ``OK``, ``PROBLEM`` or ``UNKNOWN``.
-        text: what was found.
-        remedy: the next step, "" where there is none to take.
-        stops: whether nothing can be served on an NPU as long as this is so.
+        text: the finding.
+        remedy: the next step; "" for none.
+        stops: whether it prevents serving on an NPU.
     """
 
     check: str

@@ -1,4 +1,4 @@
-"""Checks of the host: allocator settings, and what a container leaves of processors and memory."""
+"""Checks of the host: allocator settings, and a container's processors and memory."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _OPTIONS = frozenset(
         *("page_size", "segment_size_mb"),
     }
 )
-"""Of Ascend's documentation of PYTORCH_NPU_ALLOC_CONF (gitcode.com/Ascend/pytorch, v2.7.1-26.0.0)."""
+"""From Ascend's documentation of PYTORCH_NPU_ALLOC_CONF (gitcode.com/Ascend/pytorch, v2.7.1-26.0.0)."""
 
 _GIB = 2**30
 _LEAST_MEMORY = 8 * _GIB
 
 
 def allocator(system: System) -> Iterator[Finding]:
-    """The settings of torch_npu's allocator can be read and go together."""
+    """Check that the settings of torch_npu's allocator are valid and compatible."""
     text = system.environment.get(_ALLOCATOR)
     if not text:
         yield ok("allocator", f"{_ALLOCATOR} is not set")
@@ -38,14 +38,14 @@ def allocator(system: System) -> Iterator[Finding]:
             return
         settings[name] = value
     for name in sorted(settings.keys() - _OPTIONS):
-        yield unknown("allocator", f"{_ALLOCATOR}: {plain(name, 40)} is not in the vendor's document")
+        yield unknown("allocator", f"{_ALLOCATOR}: {plain(name, 40)} is not in the vendor's documentation")
     grows = settings.get("expandable_segments", "False").lower() == "true"
     against = [name for name in ("max_split_size_mb", "garbage_collection_threshold") if name in settings]
     if grows and against:
         yield problem(
             "allocator",
-            f"expandable_segments:True does not go with {against[0]}",
-            f"leave {against[0]} out of {_ALLOCATOR}, or set expandable_segments:False",
+            f"expandable_segments:True conflicts with {against[0]}",
+            f"remove {against[0]} from {_ALLOCATOR}, or set expandable_segments:False",
         )
     else:
         yield ok("allocator", f"{_ALLOCATOR}={plain(text, 100)}")
@@ -53,11 +53,11 @@ def allocator(system: System) -> Iterator[Finding]:
 
 def container(system: System) -> Iterator[Finding]:
     """Whether this is a container."""
-    yield ok("container", "yes" if system.in_container else "none was noticed")
+    yield ok("container", "yes" if system.in_container else "none detected")
 
 
 def processors(system: System) -> Iterator[Finding]:
-    """The control group leaves at least two processors: one for the engine's loop."""
+    """Check that the control group allows at least two processors: one for the engine's loop."""
     allowed = control_group_limit(system.read)
     if allowed is None:
         yield ok("processors", "the control group sets no limit")
@@ -70,19 +70,19 @@ def processors(system: System) -> Iterator[Finding]:
 
 
 def memory(system: System) -> Iterator[Finding]:
-    """The host has memory for reading weights, and shared memory is not a container's 64 MiB."""
+    """Check the host memory for reading weights, and that shared memory is not a container's default of 64 MiB."""
     found = re.search(r"^MemAvailable:\s*(\d{1,15}) kB", system.read("/proc/meminfo") or "", re.MULTILINE)
     limit = _number(system.read("/sys/fs/cgroup/memory.max"))
     if limit is None:
         limit = _number(system.read("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
     sizes = [size for size in (1024 * int(found[1]) if found else None, limit) if size is not None]
     if not sizes:
-        yield unknown("host memory", "/proc/meminfo and the control group do not say")
+        yield unknown("host memory", "neither /proc/meminfo nor the control group gives it")
         return
     text = f"{min(sizes) / _GIB:.1f} GiB" + (" by the control group" if limit == min(sizes) else " available")
     if min(sizes) < _LEAST_MEMORY:
         yield problem(
-            "host memory", text, "weights pass through it: give it the size of the largest file", stops=False
+            "host memory", text, "weights are read through it; allow the size of the largest file", stops=False
         )
     else:
         yield ok("host memory", text)

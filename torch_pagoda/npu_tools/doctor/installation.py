@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, torch, torch_npu, CANN, the driver and the firmware."""
+"""Checks of the installed software: Python, torch, torch_npu, CANN, the driver and the firmware."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ASK = (
 
 
 def python(system: System) -> Iterator[Finding]:
-    """The Python has wheels of torch_npu."""
+    """Check that torch_npu has wheels for this Python."""
     found = ".".join(map(str, system.python))
     if system.python[:2] in PYTHONS:
         yield ok("python", found)
@@ -35,7 +35,7 @@ def python(system: System) -> Iterator[Finding]:
 
 
 def torch_npu(system: System) -> Iterator[Finding]:
-    """torch and torch_npu are there, and of the same release."""
+    """Check that torch and torch_npu are installed and of the same release."""
     torch, npu = system.version_of("torch"), system.version_of("torch-npu")
     if torch is None:
         yield problem("torch", "not installed", "pip install torch (a build for CPUs)")
@@ -47,7 +47,7 @@ def torch_npu(system: System) -> Iterator[Finding]:
     elif (compiled_for := npu.partition(".post")[0]) != torch.partition("+")[0]:
         yield problem(
             "torch_npu",
-            f"{plain(npu, 60)} is compiled for torch {plain(compiled_for, 20)}, and torch is {plain(torch, 60)}",
+            f"{plain(npu, 60)} is compiled for torch {plain(compiled_for, 20)}, but torch is {plain(torch, 60)}",
             "install the torch-npu of the same release as torch",
         )
     else:
@@ -55,7 +55,7 @@ def torch_npu(system: System) -> Iterator[Finding]:
 
 
 def cann_folder(system: System) -> str | None:
-    """The folder of CANN: the one that was sourced, else one of the usual places."""
+    """The folder of CANN: the sourced one, else one of the usual paths."""
     home = system.environment.get("HOME", "/root")
     usual = (*_CANN, f"{home}/Ascend/cann", f"{home}/Ascend/ascend-toolkit/latest")
     named = [system.environment.get(name, "") for name in _VARIABLES]
@@ -64,7 +64,7 @@ def cann_folder(system: System) -> str | None:
 
 
 def cann_version(system: System) -> str | None:
-    """The version of CANN's toolkit, of the file that its installer leaves."""
+    """The version of CANN's toolkit, from its installer's file."""
     folder = cann_folder(system)
     if folder is None:
         return None
@@ -80,7 +80,7 @@ def cann_version(system: System) -> str | None:
 
 
 def cann(system: System) -> Iterator[Finding]:
-    """CANN is there, and is the one that torch_npu is released for."""
+    """Check that CANN is installed in a version that torch_npu supports."""
     folder, version = cann_folder(system), cann_version(system)
     if folder is None:
         yield problem(
@@ -88,7 +88,7 @@ def cann(system: System) -> Iterator[Finding]:
         )
         return
     if version is None:
-        yield unknown("CANN", f"{plain(folder)} does not say its version", "see that the toolkit is installed whole")
+        yield unknown("CANN", f"{plain(folder)} does not state its version", "check that the toolkit is complete")
         return
     yield ok("CANN", f"{version} in {plain(folder)}")
     npu = system.version_of("torch-npu")
@@ -96,46 +96,44 @@ def cann(system: System) -> Iterator[Finding]:
         return
     asked = CANN_OF_TORCH_NPU.get(npu)
     if asked is None:
-        yield unknown(
-            "CANN for torch_npu", f"no table of the vendor that is known here has torch_npu {plain(npu, 60)}"
-        )
+        yield unknown("CANN for torch_npu", f"no known vendor table lists torch_npu {plain(npu, 60)}")
     elif version == asked[0] or release(version) == asked[0]:
         yield ok("CANN for torch_npu", f"torch_npu {npu} is released for CANN {asked[0]} ({SOURCES[asked[1]]})")
     else:
         yield problem(
             "CANN for torch_npu",
-            f"torch_npu {npu} is released for CANN {asked[0]}, and this is {version} ({SOURCES[asked[1]]})",
+            f"torch_npu {npu} is released for CANN {asked[0]}, but this is {version} ({SOURCES[asked[1]]})",
             f"install CANN {asked[0]}, or the torch_npu for {version}",
             stops=release(version) != release(asked[0]),
         )
 
 
 def environment(system: System) -> Iterator[Finding]:
-    """CANN's set_env.sh was sourced in the shell that started the process."""
+    """Check that CANN's set_env.sh was sourced in the shell that started the process."""
     folder = cann_folder(system)
     named = next((system.environment[name] for name in _VARIABLES if system.environment.get(name)), None)
     script = "set_env.sh" if folder is None else f"{plain(folder)}/set_env.sh"
     if named is None:
         yield problem("environment", f"{' and '.join(_VARIABLES)} are not set", f"source {script}")
     elif folder is None or not system.path(named).is_dir():
-        yield problem("environment", f"{plain(named)} is not there", f"source {script} of the CANN that is installed")
+        yield problem("environment", f"{plain(named)} does not exist", f"source {script} of the installed CANN")
     elif not any(part.startswith(named) for part in system.environment.get("LD_LIBRARY_PATH", "").split(":") if part):
         # By another name of the folder, perhaps: whether the libraries are found is what the import shows.
-        yield unknown("environment", f"LD_LIBRARY_PATH names nothing in {plain(named)}", f"source {script}")
+        yield unknown("environment", f"LD_LIBRARY_PATH has no folder in {plain(named)}", f"source {script}")
     else:
         yield ok("environment", f"set for {plain(named)}")
 
 
 def driver(system: System) -> Iterator[Finding]:
-    """The driver is there, and goes with CANN."""
+    """Check that the driver is installed and compatible with CANN."""
     version = _version(system.read(f"{_DRIVER}/version.info"))
     if version is None:
         if system.path(_DRIVER).is_dir():
-            yield unknown("driver", f"{_DRIVER}/version.info says no version", "see npu-smi info")
+            yield unknown("driver", f"{_DRIVER}/version.info states no version", "see npu-smi info")
         else:
             yield problem(
                 "driver",
-                f"{_DRIVER} is not there",
+                f"{_DRIVER} does not exist",
                 "install the driver on the host; in a container mount that folder",
             )
         return
@@ -145,7 +143,7 @@ def driver(system: System) -> Iterator[Finding]:
         return
     row = DRIVERS_OF_CANN.get(release(toolkit))
     if row is None:
-        yield unknown("driver for CANN", f"no table of the vendor that is known here has CANN {toolkit}")
+        yield unknown("driver for CANN", f"no known vendor table lists CANN {toolkit}")
     elif release(version) in row[0]:
         yield ok("driver for CANN", f"CANN {toolkit} runs with driver {version} ({SOURCES[row[1]]})")
     elif _numbers(version) > max(map(_numbers, row[0])):
@@ -153,22 +151,22 @@ def driver(system: System) -> Iterator[Finding]:
     else:
         yield problem(
             "driver for CANN",
-            f"CANN {toolkit} runs with drivers {', '.join(row[0])}, and this is {version} ({SOURCES[row[1]]})",
+            f"CANN {toolkit} runs with drivers {', '.join(row[0])}, but this is {version} ({SOURCES[row[1]]})",
             f"install driver {row[0][-1]} on the host, or an older CANN",
         )
 
 
 def firmware(system: System) -> Iterator[Finding]:
-    """The firmware says its version; no table of the vendor that is known here compares it."""
+    """Report the firmware's version; no known vendor table compares it."""
     version = _version(system.read("/usr/local/Ascend/firmware/version.info"))
     if version is None:
-        yield unknown("firmware", "its version is not readable here, as in most containers", "see it on the host")
+        yield unknown("firmware", "its version is not readable, as in most containers", "check it on the host")
     else:
         yield ok("firmware", version)
 
 
 def imports(system: System) -> Iterator[Finding]:
-    """A Python of its own imports torch and torch_npu and counts the devices; only where both are installed."""
+    """Import torch and torch_npu in another Python, and count the devices; only if both are installed."""
     if system.version_of("torch") is None or system.version_of("torch-npu") is None:
         return
     result = system.run([sys.executable, "-c", _ASK])
@@ -179,9 +177,9 @@ def imports(system: System) -> Iterator[Finding]:
     count = re.search(r"^DEVICES (\d{1,4})$", output, re.MULTILINE)
     if status or count is None:
         last = plain((output.strip().splitlines() or [f"exit status {status}"])[-1])
-        yield problem("import torch_npu", last, "mend the problems above first; a library not found is CANN's")
+        yield problem("import torch_npu", last, "fix the problems above first; a missing library is CANN's")
     elif count[1] == "0":
-        yield problem("import torch_npu", "torch_npu sees no device", "see the lines about devices below")
+        yield problem("import torch_npu", "torch_npu sees no device", "see the lines 'devices' below")
     else:
         yield ok("import torch_npu", f"torch_npu sees {count[1]} device{'s' if count[1] != '1' else ''}")
 
@@ -192,5 +190,5 @@ def _version(text: str | None) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """What ``release`` keeps, to be compared; a part that is no number counts as 0."""
+    """The version numbers of ``release``, for comparison; a part that is not a number counts as 0."""
     return tuple(int(part) if part.isdigit() else 0 for part in release(version).split("."))

@@ -1,7 +1,6 @@
-"""A view of the machine that checks read: files below a root, environment, installed packages, commands.
+"""The machine as the checks read it: files below a root, environment, installed packages, commands.
 
-What is read is bounded and is text only: nothing of it is run, and no line of it reaches a terminal with its control
-characters.
+Reads are bounded and text only: nothing read is executed, and control characters do not reach a terminal.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from pathlib import Path
 __all__ = ["MOST_BYTES", "System", "plain"]
 
 MOST_BYTES = 65536
-"""Of a file, or of a command's output."""
+"""Maximum bytes of a file, or of a command's output."""
 
 _SECONDS = 30
 
 
 def plain(text: str, most: int = 200) -> str:
-    """``text`` in one line, without control characters, and cut to ``most`` of them."""
+    """``text`` on one line, without control characters, at most ``most`` characters."""
     line = "".join(c if c.isprintable() else " " for c in " ".join(text[: 4 * most].split()))
     return line if len(line) <= most else line[: most - 1] + "…"
 
 
 def _run(command: Sequence[str]) -> tuple[int, str] | None:
-    """Exit status and output of a command; None where it is not there or takes too long."""
+    """Exit status and output of a command; None if it is missing or takes too long."""
     with tempfile.TemporaryFile() as output:
         try:
             result = subprocess.run(
@@ -57,15 +56,15 @@ def _groups() -> frozenset[int]:
 
 @dataclass(frozen=True)
 class System:
-    """The machine, or a stand-in for it in tests.
+    """The machine, or a fake of it in tests.
 
     Attributes:
         root: folder that absolute paths are looked up in.
         environment: variables of the process.
-        run: runs a command and gives its exit status and output, or None where there is no such command.
-        version_of: gives the version of an installed distribution, or None.
+        run: runs a command; returns its exit status and output, or None if there is no such command.
+        version_of: returns the version of an installed distribution, or None.
         user_id: effective user.
-        groups: numbers of the groups that the user is in.
+        groups: ids of the user's groups.
         machine: as ``platform.machine()``.
         python: version of the running Python.
     """
@@ -81,15 +80,15 @@ class System:
 
     @property
     def in_container(self) -> bool:
-        """A container's engine has left its mark."""
+        """True in a container."""
         return self.path("/.dockerenv").exists() or self.path("/run/.containerenv").exists()
 
     def path(self, name: str | os.PathLike[str]) -> Path:
-        """Where the absolute path ``name`` lies below the root."""
+        """The path of the absolute path ``name`` below the root."""
         return self.root / Path(name).relative_to("/") if os.path.isabs(name) else self.root / name
 
     def read(self, name: str | os.PathLike[str]) -> str | None:
-        """The text of a regular file, at most ``MOST_BYTES`` of it; None where it cannot be read."""
+        """The text of a regular file, at most ``MOST_BYTES`` of it; None if it cannot be read."""
         try:
             # A pipe in its place would block.
             descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NONBLOCK)
@@ -104,7 +103,7 @@ class System:
                 return None
 
     def names(self, folder: str, most: int = 1000) -> list[str]:
-        """Names of the first entries of a folder, sorted; none where it cannot be listed."""
+        """Names of the first entries of a folder, sorted; empty if it cannot be listed."""
         found = []
         try:
             with os.scandir(self.path(folder)) as entries:

@@ -1,1 +1,1 @@
-"""The real torch_npu and torchair without a device: their set-up, and what they make of a graph."""
+"""The real torch_npu and torchair without a device: setup, and conversion of graphs."""

@@ -1,4 +1,4 @@
-"""Convert a lowered graph to GE with the real torchair, on a machine without a device.
+"""Converts a lowered graph to GE with the real torchair, on a machine without a device.
 
 Torchair's backend is called directly, as the runtime does, not through ``torch.compile``: ``backend(module, values)``
 inside a ``TracingContext``, where the values are fake tensors, with symbols for dynamic sizes, and SymInts. Torchair
@@ -7,8 +7,8 @@ runs AOTAutograd on the module once more, with no decompositions. That makes in-
 form that torchair's converters and its removal of copies start from, and leaves everything else as it is. A graph
 that holds the functional form and the ``copy_`` already converts to the same.
 
-Integers need symbols of their own, as Dynamo makes them for ``dynamic=True``: AOTAutograd takes a plain 0 or 1 for a
-constant and two equal integers for one. Dynamo adds guards to this and nothing else; the GE graph is the same.
+Integers need symbols of their own, as Dynamo makes them for ``dynamic=True``: AOTAutograd treats a plain 0 or 1 as a
+constant and merges two equal integers. Dynamo only adds guards to this; the GE graph is the same.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _EXECUTING = re.compile(r"While executing %(\w+) :.*?target=(\S+?)\]")
 
 
 class ConversionError(RuntimeError):
-    """A node of the graph has no GE form, or its converter refuses it.
+    """A node of the graph has no GE form, or its converter rejects it.
 
     Attributes:
-        node: name of the node in the graph that was to be converted; "" when no single one is at fault.
+        node: name of the node in the original graph; "" if no single one is at fault.
         operator: its operator.
-        reason: what torchair, or the operator's meta function, says.
+        reason: message of torchair, or of the operator's meta function.
     """
 
     def __init__(self, node: str, operator: str, reason: str) -> None:
         what = f"node {node} ({operator})" if node else "the graph"
-        super().__init__(f"{what} cannot be converted to GE: {reason}")
+        super().__init__(f"cannot convert {what} to GE: {reason}")
         self.node, self.operator, self.reason = node, operator, reason
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The outcome of a conversion by torchair.
+    """The result of a conversion by torchair.
 
     Attributes:
         graph: the GE graph, after torchair's passes.
-        run: function of the module's inputs, lists of integers included, that runs the graph of operators that was
-            converted on the CPU, each by its CPU kernel, and writes to the inputs what the graph writes in place. It
-            shows that the operators' numbers are right, not that the GE graph's are.
+        run: function of the module's inputs, lists of integers included, that runs the converted operators on the CPU
+            and writes to the inputs what the graph writes in place. It shows that the operators' numbers are right,
+            not that the GE graph's are.
     """
 
     graph: GeGraph
@@ -77,7 +77,7 @@ def convert(
     own_converters: bool = True,
     fusions: bool = False,
 ) -> GeGraph:
-    """The GE graph of ``module``; see ``convert_and_keep`` for arguments and errors."""
+    """The GE graph of ``module``; arguments and errors as for ``convert_and_keep``."""
     return convert_and_keep(
         module, inputs, soc=soc, dynamic=dynamic, own_converters=own_converters, fusions=fusions
     ).graph
@@ -92,25 +92,25 @@ def convert_and_keep(
     own_converters: bool = True,
     fusions: bool = False,
 ) -> Conversion:
-    """Convert ``module`` to GE, in a process that was started with the offline toolchain.
+    """Convert ``module`` to GE, in a process started with the offline toolchain.
 
     Args:
-        module: a graph of ATen and ``npu::`` operators. It is not changed.
-        inputs: a value for each placeholder: a tensor, an integer, or a list of integers that nodes take as
-            SymInt[]. A real tensor stands for the fake value that its placeholder carries; where that carries none,
-            the sizes marked with ``torch._dynamo.mark_dynamic`` are symbols. Fake tensors, of one mode, and SymInts
-            are taken as they are. Tensors must not be on the meta device.
-        soc: the SoC to convert for; it chooses some operators and decides about others.
-        dynamic: symbolic sizes stay symbolic and each list of integers is one host input. Otherwise the sizes of
-            ``inputs`` and the values of the integers are baked in; fake tensors must then have no symbols. Notes of a
-            schedule on the nodes are followed then.
-        own_converters: give torchair our converters for operators for which it has none.
-        fusions: let torchair fuse operators before it converts (its ``pattern_fusion_pass``). Off, the graph keeps
-            the operators that lowering chose.
+        module: a graph of ATen and ``npu::`` operators; not modified.
+        inputs: a value for each placeholder: a tensor, an integer, or a list of integers for SymInt[] arguments. A
+            real tensor represents its placeholder's fake value; if there is none, sizes marked with
+            ``torch._dynamo.mark_dynamic`` become symbols. Fake tensors, of one mode, and SymInts are used as they
+            are. Tensors must not be on the meta device.
+        soc: the SoC to convert for; operators depend on it.
+        dynamic: keep symbolic sizes, and make each list of integers one host input. Otherwise the sizes of ``inputs``
+            and the values of the integers become constants, fake tensors must not have symbols, and schedules on the
+            nodes are applied.
+        own_converters: add our converters for operators that torchair cannot convert.
+        fusions: let torchair fuse operators before the conversion (its ``pattern_fusion_pass``). Off: the graph keeps
+            the lowered operators.
 
     Raises:
-        ConversionError: a node cannot be converted; names it.
-        ValueError: the inputs do not fit the placeholders, or ``soc`` is unknown.
+        ConversionError: a node cannot be converted; the error names it.
+        ValueError: the inputs do not match the placeholders, or ``soc`` is unknown.
         RuntimeError: this process cannot import torchair.
     """
     if not is_offline():
@@ -142,12 +142,10 @@ def convert_and_keep(
 
 
 def _fake_values(module: fx.GraphModule, inputs: Sequence[Any], dynamic: bool) -> tuple[list[Any], FakeTensorMode]:
-    """For each placeholder a fake tensor, SymInt, int or list of ints; and the mode of the tensors."""
+    """A fake tensor, SymInt, int or list of ints for each placeholder; and the mode of the tensors."""
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     if len(placeholders) != len(inputs):
-        raise ValueError(
-            f"inputs: the graph has {len(placeholders)} placeholders, and {len(inputs)} values are given"
-        )
+        raise ValueError(f"inputs: the graph has {len(placeholders)} placeholders, but got {len(inputs)} values")
     known = [_recorded(node) if dynamic else None for node in placeholders]
     mode = detect_fake_mode([v for v in (*inputs, *known) if isinstance(v, torch.Tensor)])
     if mode is None or mode.shape_env is None:
@@ -161,7 +159,7 @@ def _fake_values(module: fx.GraphModule, inputs: Sequence[Any], dynamic: bool) -
             values.append(recorded)
         elif isinstance(given, list | tuple):
             if not all(isinstance(item, int | torch.SymInt) for item in given):
-                raise ValueError(f"inputs: {node.name} is a list of something else than integers")
+                raise ValueError(f"inputs: {node.name} is a list with values other than integers")
             values.append(list(given))
         else:
             values.append(given)
@@ -181,13 +179,13 @@ def _fake(mode: FakeTensorMode, tensor: torch.Tensor, name: str, dynamic: bool) 
 
 @dataclass(frozen=True)
 class _Flat:
-    """A copy of a module whose inputs are tensors and single integers, and what to trace it with.
+    """A copy of a module whose inputs are tensors and single integers, and the values to trace it with.
 
     Attributes:
         module: the copy.
         values: one per placeholder of the copy.
-        names: what the caller calls each placeholder of the copy: its own name, or (list's name, place in it).
-        takes: per input of the original, how many inputs of the copy it is: 1 for a tensor; 0 for integers that are
+        names: the caller's name of each placeholder of the copy: its own name, or (list's name, index in it).
+        takes: number of the copy's inputs per input of the original: 1 for a tensor; 0 for integers that are
             constants of the copy.
         lengths: per input of the original that is a list, its length.
     """
@@ -205,16 +203,14 @@ class _Flat:
             if i not in self.lengths:
                 flat.extend([value] * takes)
             elif len(value) != self.lengths[i]:
-                raise ValueError(
-                    f"inputs: converted for a list of {self.lengths[i]} integers, and {len(value)} are given"
-                )
+                raise ValueError(f"inputs: converted for a list of {self.lengths[i]} integers, but got {len(value)}")
             elif takes:
                 flat.extend(value)
         return flat
 
 
 def _flatten(module: fx.GraphModule, values: Sequence[Any], mode: FakeTensorMode, dynamic: bool) -> _Flat:
-    """Copy ``module`` with an integer input for each member of its lists; nodes remember which node they copy."""
+    """Copy ``module`` with an integer input for each member of its lists; nodes record the node they copy."""
     graph = fx.Graph()
     flat = _Flat(fx.GraphModule(module, graph), [], [], [], {})
     copies: dict[fx.Node, Any] = {}
@@ -256,7 +252,7 @@ def _flatten(module: fx.GraphModule, values: Sequence[Any], mode: FakeTensorMode
 
 
 def _symbol(mode: FakeTensorMode, name: str, value: int) -> torch.SymInt:
-    """A symbol of its own for an integer input, whatever its value."""
+    """A separate symbol for an integer input, whatever its value."""
     source = LocalSource(name)
     assert mode.shape_env is not None
     symbol = mode.shape_env.create_unspecified_symbol(value, source=source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -266,14 +262,14 @@ def _symbol(mode: FakeTensorMode, name: str, value: int) -> torch.SymInt:
 
 
 class _Watcher:
-    """A watch over torchair while it converts.
+    """Observes torchair while it converts.
 
     Attributes:
         graph: its GE graph, once the passes have run.
-        origins: name of a GE node → name of the node that it was made for.
-        defaults: operator of the Ascend IR → attributes that torchair leaves out of its nodes where they have their
-            default value, and that value.
-        failed: the node, as torchair has it, that could not be converted, and why.
+        origins: name of a GE node → name of the converted node.
+        defaults: Ascend IR operator → attributes that torchair omits from its nodes at their default value, and that
+            value.
+        failed: torchair's node that could not be converted, and the reason.
     """
 
     def __init__(self) -> None:
@@ -285,7 +281,7 @@ class _Watcher:
 
 @contextmanager
 def _watching() -> Iterator[_Watcher]:
-    """Watch conversions for the duration of a block."""
+    """Observe conversions within this context."""
     from torchair._ge_concrete_graph.compat_ir import IrDef
     from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
 

@@ -1,4 +1,4 @@
-"""The two GE graphs that run decode steps, counted: one whose sizes vary, and one of fixed sizes."""
+"""Counts of the two GE graphs for decode steps: the dynamic and the static one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from .ge_graph import GeGraph
 
 @dataclass(frozen=True)
 class GraphCounts:
-    """What a GE graph holds.
+    """Counts of a GE graph.
 
     Attributes:
         operators: nodes of any kind.
-        host_nodes: those that the host computes before anything is launched, such as Shape, Pack and Gather.
+        host_nodes: nodes computed on the host before any launch, such as Shape, Pack and Gather.
         host_inputs: inputs that arrive on the host.
-        unknown_sizes: inputs with a size that is not known.
+        unknown_sizes: inputs with an unknown size.
         launches: nodes that launch a kernel.
         cache_copies: nodes that copy a cache.
     """
@@ -39,7 +39,7 @@ class GraphCounts:
 
     @classmethod
     def of(cls, graph: GeGraph, caches: Iterable[str]) -> GraphCounts:
-        """Count the nodes of ``graph``, whose inputs ``caches`` are caches."""
+        """Count the nodes of ``graph``; its inputs ``caches`` are caches."""
         data = [node for node in graph if node.type == "Data"]
         read = [name for name in caches if name in graph.inputs]
         return cls(
@@ -55,17 +55,17 @@ class GraphCounts:
 def static_decode_graph(
     traced: TracedGraph, sequences: int = 4, width: int = 4, num_blocks: int = 64, *, soc: str = "Ascend910B3"
 ) -> GeGraph:
-    """The GE graph of fixed sizes that runs decode steps.
+    """The static GE graph for decode steps.
 
     Args:
         traced: a lowered graph.
-        sequences: of the step.
+        sequences: number of sequences in the step.
         width: columns of block tables.
-        num_blocks: of each cache, and slots of each state.
+        num_blocks: blocks of each cache, and slots of each state.
         soc: as for ``convert``.
 
     Raises:
-        NotStatic: the graph has none.
+        NotStatic: the graph has no static form.
         ConversionError: a node cannot be converted.
     """
     assert traced.npu is not None
@@ -80,7 +80,7 @@ def static_decode_graph(
 
 
 def counted_decode_graphs(traced: TracedGraph, *, soc: str = "Ascend910B3") -> tuple[GraphCounts, GraphCounts]:
-    """Counts of the graph whose sizes vary, and of that of fixed sizes; arguments and errors as above."""
+    """Counts of the dynamic and the static graph; arguments and errors as above."""
     dynamic = convert(traced.module, [value(node) for node in traced.placeholders], soc=soc)
     names = cache_inputs(traced)
     return GraphCounts.of(dynamic, names), GraphCounts.of(static_decode_graph(traced, soc=soc), names)

@@ -1,4 +1,4 @@
-"""A GE graph as plain data: what torchair hands to the Ascend graph engine for a graph of PyTorch operators."""
+"""A GE graph as plain data: torchair's input to the Ascend graph engine."""
 
 from __future__ import annotations
 
@@ -44,19 +44,18 @@ class GeNode:
     """A node of a GE graph.
 
     Attributes:
-        name: unique name; an input of the graph has its placeholder's name, ``name[0:n]`` where it is n integers that
-            arrive as one list.
+        name: unique name; an input of the graph has its placeholder's name, ``name[0:n]`` for a list of n integers.
         type: operator of the Ascend IR.
-        inputs: the operator's name of each input that is there → what feeds it, ``node:index of its output``. In
-            the order of the operator; members of a list of tensors are ``name0``, ``name1``, …
+        inputs: the operator's name of each present input → its source, ``node:index of its output``. In the order of
+            the operator; members of a list of tensors are ``name0``, ``name1``, …
         attributes: name → int, float, bool, str, or list of these. A ``Data`` or ``Const`` has ``shape``
             (-1: dynamic) and ``dtype``, a small ``Const`` also ``value``.
-        origin: name of the node of the converted graph that it was made for; "" when unknown.
-        host: computed on the host, before anything is launched: an integer input, a shape, or made from these alone.
-        after: names of nodes that run before this one for another reason than its inputs.
-        in_place: index of an output → name of the input that it is written over.
-        schedule: when and where it runs, as far as the graph says: the stream that it is given to, the cores that it
-            may take, the super kernel that it is part of. Names and values are GE's own (``SCHEDULING``).
+        origin: name of the converted node; "" if unknown.
+        host: computed on the host before any launch: an integer input, a shape, or derived from these alone.
+        after: names of nodes that must run before this one, apart from its inputs.
+        in_place: index of an output → name of the input whose memory it overwrites.
+        schedule: its stream, core limits and super kernel, as far as the graph states them. Names and values are GE's
+            own (``SCHEDULING``).
     """
 
     name: str
@@ -71,7 +70,7 @@ class GeNode:
 
     @property
     def is_view(self) -> bool:
-        """True if it only renames the shape or type of its first input."""
+        """True if it only changes the shape or type of its first input."""
         return self.type in _VIEWS
 
 
@@ -81,9 +80,8 @@ class GeGraph:
 
     Attributes:
         nodes: in the order of the graph.
-        inputs: names of the ``Data`` nodes that are read, in the order in which the graph takes them.
-        outputs: what each output of the graph is, ``node:index``; inputs that are written in place are not among
-            them.
+        inputs: names of the ``Data`` nodes that are read, in the graph's argument order.
+        outputs: the source of each output, ``node:index``; without inputs written in place.
     """
 
     nodes: tuple[GeNode, ...]
@@ -94,7 +92,7 @@ class GeGraph:
         return iter(self.nodes)
 
     def __getitem__(self, name: str) -> GeNode:
-        """The node called ``name``."""
+        """The node named ``name``."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -113,15 +111,15 @@ class GeGraph:
         return Counter(node.type for node in self.nodes)
 
     def source(self, node: GeNode, slot: str) -> GeNode:
-        """The node that feeds input ``slot`` of ``node``, behind any views."""
+        """The node that feeds input ``slot`` of ``node``, through any views."""
         source = self[node.inputs[slot].rpartition(":")[0]]
         while source.is_view:
             source = self[next(iter(source.inputs.values())).rpartition(":")[0]]
         return source
 
     def schedules(self) -> list[tuple[Mapping[str, Any], Counter[str]]]:
-        """Each schedule that nodes have, in the order of the graph, with the number of nodes of each operator; nodes
-        that launch nothing do not count."""
+        """Each distinct schedule, in graph order, with the number of nodes of each operator; nodes that launch
+        nothing do not count."""
         found: list[tuple[Mapping[str, Any], Counter[str]]] = []
         for node in self.computing():
             if not node.schedule:
@@ -135,9 +133,9 @@ class GeGraph:
     def computing(self) -> list[GeNode]:
         """The nodes that launch a kernel.
 
-        Not counted: inputs, constants, pure views, fetches, what the host computes from shapes and integers, and what
-        has only constants as inputs, which GE's constant folding computes once. Counted: everything that moves
-        elements, ``Transpose``, ``GatherV2``, ``Cast``, ``TensorMove``, ``SplitV`` … .
+        Not counted: inputs, constants, pure views, fetches, host computations on shapes and integers, and nodes with
+        constant inputs only, which GE folds. Counted: everything that moves elements, ``Transpose``, ``GatherV2``,
+        ``Cast``, ``TensorMove``, ``SplitV`` … .
         """
         folded: set[str] = set()
         found = []
@@ -151,13 +149,13 @@ class GeGraph:
         return [node for node in self.nodes if node.name in kept]
 
     def cache_copies(self, *inputs: str) -> list[GeNode]:
-        """The nodes that copy one of ``inputs``, whole or a selected part, as it came or after it was written to.
+        """The nodes that copy one of ``inputs``, entirely or in part, before or after a write to it.
 
-        Torchair makes operators that write in place functional with such ``TensorMove`` nodes, and removes only those
-        that it can prove useless. Left over on a KV cache, they copy all of it in every step.
+        Torchair makes in-place operators functional with such ``TensorMove`` nodes, and removes only those it can
+        prove useless. Each one left on a KV cache copies the whole cache in every step.
 
         Args:
-            inputs: names of graph inputs that are read; all but those on the host by default.
+            inputs: names of graph inputs that are read; by default all except those on the host.
         """
         unknown = set(inputs) - set(self.inputs)
         if unknown:
@@ -167,7 +165,7 @@ class GeGraph:
         return [node for node in self.nodes if node.type == "TensorMove" and self._stored_in(node) in watched]
 
     def _stored_in(self, node: GeNode) -> str:
-        """The node whose memory ``node`` shows or copies: itself where it computes something new."""
+        """The node whose memory ``node`` views or copies: itself if it computes something new."""
         feed = next(iter(node.inputs.values()), "")
         while feed:
             name, _, output = feed.rpartition(":")
@@ -179,12 +177,12 @@ class GeGraph:
         return node.name
 
     def to_dict(self) -> dict[str, Any]:
-        """The graph as JSON can hold it."""
+        """The graph as JSON data."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> GeGraph:
-        """The graph that ``to_dict`` gave, perhaps through JSON."""
+        """The graph from the result of ``to_dict``, also through JSON."""
         nodes = tuple(GeNode(**{**node, "after": tuple(node["after"])}) for node in content["nodes"])
         return cls(nodes, tuple(content["inputs"]), tuple(content["outputs"]))
 
@@ -194,7 +192,7 @@ _SELECTIONS = frozenset({"Gather", "GatherV2", "Slice", "SliceD", "StridedSlice"
 
 
 def _in_order(nodes: tuple[GeNode, ...]) -> list[GeNode]:
-    """``nodes`` so that each comes after what it reads: torchair appends some inputs at the end."""
+    """``nodes`` in dependency order: torchair appends some inputs at the end."""
     by_name = {node.name: node for node in nodes}
     ordered: dict[str, GeNode] = {}
     stack = list(reversed(nodes))

@@ -1,4 +1,4 @@
-"""Read torchair's GE graph, a protobuf message, into plain data."""
+"""Converts torchair's GE graph, a protobuf message, to plain data."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def read_graph(
 
     Args:
         concrete: a ``GeConcreteGraph`` whose passes have run.
-        names: what each input of the converted graph is called, (list's name, place in it) for members of lists.
-        origins: name of a GE node → name of the node that it was made for.
-        defaults: operator → attributes, as torchair has them, that its nodes have where they name no others.
+        names: the name of each input of the converted graph, (list's name, index in it) for members of lists.
+        origins: name of a GE node → name of the converted node.
+        defaults: operator → attributes that its nodes have by default, in torchair's form.
     """
     known = {type: _default_attributes(attributes) for type, attributes in defaults.items()}
     called = _input_names(concrete, names)
@@ -83,7 +83,7 @@ def read_graph(
 
 
 def _input_names(concrete: Any, names: Sequence[str | tuple[str, int]]) -> dict[str, str]:
-    """Name of each ``Data`` node → what its input is called."""
+    """Name of each ``Data`` node → name of its input."""
     from torchair.ge._ge_graph import _SymPackInput
 
     if len(concrete._fx_input_names) != len(names):
@@ -207,12 +207,12 @@ def _value(attr: Any) -> Any:
 
 
 def _short(value: float) -> float:
-    """The shortest number that is ``value`` in single precision, in which GE keeps it: 0.1, not 0.10000000149."""
+    """The shortest number equal to ``value`` in single precision, which GE uses: 0.1, not 0.10000000149."""
     return float(str(np.float32(value)))
 
 
 def _mark_host(nodes: Sequence[GeNode]) -> tuple[GeNode, ...]:
-    """Mark what is computed from shapes and integer inputs alone."""
+    """Mark nodes computed from shapes and integer inputs alone."""
     known = {node.name: node for node in nodes}
     state: dict[str, bool | None] = {}  # host, device, or None for a constant, which is either
 

@@ -1,7 +1,7 @@
-"""Run Python with the offline Ascend toolchain: whole programs, or single functions that answer in JSON.
+"""Runs Python with the offline Ascend toolchain: whole programs, or single functions with JSON results.
 
-``torch_npu`` and ``torchair`` can only be imported by a process whose loader knew of the stand-in libraries when it
-began, so every use of them from an ordinary process starts another.
+``torch_npu`` and ``torchair`` can only be imported if the loader knows the stand-in libraries when the process
+begins, so an ordinary process starts another one for them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _logger = logging.getLogger(__name__)
 
 
 class OfflineCallError(RuntimeError):
-    """A function that was called in a Python with the toolchain failed.
+    """A function failed in a Python with the toolchain.
 
     Attributes:
-        traceback: text of the traceback over there; "" when the process died.
+        traceback: text of the traceback there; "" if the process died.
     """
 
     def __init__(self, message: str, traceback: str = "") -> None:
@@ -38,11 +38,11 @@ class OfflineCallError(RuntimeError):
 
 
 def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables that start a Python which can import torch_npu and torchair.
+    """Environment variables for a Python that can import torch_npu and torchair.
 
     Args:
         toolchain: a complete toolchain.
-        base: variables to add to; nothing in it is lost but what would load the wrong thing.
+        base: variables to extend; only those that would load the wrong libraries are removed.
     """
     variables = dict(base)
     variables["LD_LIBRARY_PATH"] = _joined(toolchain.libraries, base.get("LD_LIBRARY_PATH"))
@@ -58,14 +58,14 @@ def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> d
 
 
 def run_python(arguments: Sequence[str], toolchain: Toolchain | None = None) -> int:
-    """Run Python with ``arguments`` and the toolchain; its exit status, 128 + n if signal n ended it.
+    """Run Python with ``arguments`` and the toolchain; returns its exit status, 128 + n if signal n ended it.
 
     Args:
-        arguments: what follows ``python`` on a command line.
-        toolchain: the one to use; it is looked up, not built, by default.
+        arguments: command-line arguments of ``python``.
+        toolchain: by default the installed one; it is not built.
 
     Raises:
-        ToolchainError: there is none.
+        ToolchainError: the toolchain is not installed.
     """
     toolchain = toolchain or find_toolchain()
     with subprocess.Popen([sys.executable, *arguments], env=environment(toolchain)) as process:
@@ -78,16 +78,16 @@ def run_python(arguments: Sequence[str], toolchain: Toolchain | None = None) -> 
 
 
 def call_offline(function: str, /, **arguments: Any) -> Any:
-    """Call a function in a Python with the toolchain, which is set up if need be; what it returns.
+    """Call a function in a Python with the toolchain, set up if needed; returns its result.
 
-    In such a Python already, the function is called directly.
+    In such a Python, the function is called directly.
 
     Args:
         function: ``module:name``, importable there.
-        arguments: keyword arguments; like the result they travel as JSON, so tuples arrive as lists.
+        arguments: keyword arguments; they and the result are passed as JSON, so tuples become lists.
 
     Raises:
-        ToolchainError: there is no toolchain.
+        ToolchainError: the toolchain is not available.
         OfflineCallError: the function raised, or its process died.
         TypeError: an argument is not JSON.
     """
@@ -104,7 +104,9 @@ def call_offline(function: str, /, **arguments: Any) -> Any:
         result = subprocess.run(command, env=environment(toolchain), stdout=subprocess.PIPE, text=True)
         _logger.debug("%s printed: %s", function, result.stdout)
         if not answered.exists():
-            raise OfflineCallError(f"{function} gave no answer: its process ended with {_status(result.returncode)}")
+            raise OfflineCallError(
+                f"{function} returned nothing: its process ended with {_status(result.returncode)}"
+            )
         answer = json.loads(answered.read_text(encoding="utf-8"))
     if "error" in answer:
         _logger.debug("%s failed: %s", function, answer["traceback"])
@@ -113,7 +115,7 @@ def call_offline(function: str, /, **arguments: Any) -> Any:
 
 
 def _answer(asked: str, answered: str) -> None:
-    """The other side of ``call_offline``."""
+    """The callee's side of ``call_offline``."""
     import torch_npu  # noqa: F401  before anything defines operators of its namespace, or the process aborts
 
     try:
@@ -135,5 +137,5 @@ def _status(code: int) -> str:
 
 
 def _joined(folder: Path, others: str | None) -> str:
-    """A search path; an empty part would mean the working directory."""
+    """A search path; an empty entry would mean the working directory."""
     return os.pathsep.join([str(folder), *filter(None, (others or "").split(os.pathsep))])

@@ -1,8 +1,8 @@
-"""Stand-ins for the CANN libraries that torch_npu is linked with, for machines without CANN.
+"""Builds stand-ins for the CANN libraries that torch_npu is linked with, for machines without CANN.
 
-The shared objects of the torch-npu wheel are bound when they are loaded (``BIND_NOW``): every symbol that they
-expect of CANN must exist, though nothing that runs without a device calls it. The stand-ins define each of these
-symbols as a function that does nothing and returns 0.
+The shared objects of the torch-npu wheel are bound at load time (``BIND_NOW``): every symbol of CANN must exist,
+though nothing that runs without a device calls it. The stand-ins define each symbol as a function that does nothing
+and returns 0.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NEEDED = re.compile(r"\(NEEDED\).*\[(.+)\]")
 
 
 class ToolchainError(RuntimeError):
-    """The offline toolchain cannot be had here; the message says what is missing and what to do."""
+    """The offline toolchain is not available; the message says why and gives the remedy."""
 
 
 def find_tools() -> dict[str, str]:
-    """Paths of the programs that building needs: ``cc`` (or $CC), ``nm`` and ``readelf``.
+    """Paths of the build tools: ``cc`` (or $CC), ``nm`` and ``readelf``.
 
     Raises:
         ToolchainError: one of them is not on PATH.
@@ -40,33 +40,33 @@ def find_tools() -> dict[str, str]:
     missing = [{"cc": f"a C compiler ({', '.join(compilers)})"}.get(name, name) for name in found if not found[name]]
     if missing:
         raise ToolchainError(
-            f"{' and '.join(missing)} not found on PATH, needed to build stand-ins for the CANN libraries; install "
-            "gcc and binutils (for instance: apt install gcc binutils)"
+            f"{' and '.join(missing)} not found on PATH, but needed to build stand-ins for the CANN libraries; "
+            "install gcc and binutils (for instance: apt install gcc binutils)"
         )
     return {name: path for name, path in found.items() if path}
 
 
 def undefined_symbols(library: Path, nm: str = "nm") -> set[str]:
-    """Symbols that ``library`` must find elsewhere.
+    """Undefined symbols of ``library``.
 
-    Weak ones may stay undefined, and those with a version (``malloc@GLIBC_2.2.5``) are the system's; both are left
-    out.
+    Excludes weak symbols, which may stay undefined, and versioned ones (``malloc@GLIBC_2.2.5``), which are the
+    system's.
     """
     return {s for kind, s in _symbols(library, nm, "--undefined-only") if kind == "U" and "@" not in s}
 
 
 def defined_symbols(library: Path, nm: str = "nm") -> set[str]:
-    """Symbols that ``library`` gives to others, without their versions."""
+    """Exported symbols of ``library``, without their versions."""
     return {symbol.partition("@")[0] for _, symbol in _symbols(library, nm, "--defined-only")}
 
 
 def needed_libraries(library: Path, readelf: str = "readelf") -> set[str]:
-    """Names of the shared libraries that ``library`` is linked with."""
+    """Names of the shared libraries that ``library`` needs."""
     return set(_NEEDED.findall(_output([readelf, "-d", "-W", str(library)])))
 
 
 def missing_symbols(libraries: Sequence[Path], providers: Iterable[Path], nm: str = "nm") -> list[str]:
-    """Symbols, sorted, that ``libraries`` expect and neither they, ``providers``, the system nor Python define."""
+    """Sorted symbols that ``libraries`` need and neither they, ``providers``, the system nor Python define."""
     missing = set().union(*(undefined_symbols(library, nm) for library in libraries))
     for library in (*libraries, *providers):
         missing -= defined_symbols(library, nm)
@@ -82,12 +82,12 @@ def missing_symbols(libraries: Sequence[Path], providers: Iterable[Path], nm: st
 def build_stand_ins(
     libraries: Sequence[Path], providers: Sequence[Path], folder: Path
 ) -> tuple[list[str], list[str]]:
-    """Build, in ``folder``, a stand-in for each library that ``libraries`` need and nobody here has.
+    """Build, in ``folder``, a stand-in for each missing library that ``libraries`` need.
 
     Args:
-        libraries: the shared objects to be satisfied, the whole wheel's.
-        providers: shared objects that are there when they are loaded, torch's.
-        folder: existing folder that the stand-ins are written to.
+        libraries: all shared objects of the wheel.
+        providers: shared objects loaded earlier, torch's.
+        folder: existing folder for the stand-ins.
 
     Returns:
         names of the stand-ins, and of the symbols that each defines.

@@ -1,7 +1,7 @@
-"""The offline Ascend toolchain: torch-npu, with torchair inside, and stand-ins for CANN, in a folder of their own.
+"""The offline Ascend toolchain: torch-npu, with torchair inside, and stand-ins for CANN, in a cache folder.
 
-An installed torch_npu breaks ``import torch`` on a machine without CANN, so nothing goes into the environment: the
-packages lie in a cache folder, and only a Python that is started with it (see ``offline``) sees them.
+An installed torch_npu breaks ``import torch`` on a machine without CANN, so the environment stays unchanged: only a
+Python started with the toolchain (see ``offline``) sees the packages.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MANIFEST = "toolchain.json"
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The place of the toolchain of this Python and this torch; ``complete`` says whether it is there.
+    """The toolchain for this Python and this torch; ``complete`` says whether it is installed.
 
     Attributes:
         folder: its folder in the cache.
@@ -57,7 +57,7 @@ class Toolchain:
 
     @property
     def cann(self) -> Path:
-        """An empty CANN installation. torch_npu prints a warning to stdout where it is told of none."""
+        """An empty CANN installation; without one, torch_npu prints a warning to stdout."""
         return self.folder / "cann"
 
     @property
@@ -66,28 +66,28 @@ class Toolchain:
 
     @property
     def tried(self) -> bool:
-        """Whether the tests convert with these wheels; the others are pinned by their checksums alone."""
+        """Whether the tests convert with these wheels; others have a pinned checksum only."""
         release, machine = TRIED
         wheel = TORCH_NPU[release].sha256[machine].values()
         return any(r.name == "torch-npu" and r.sha256 in wheel for r in self.requirements)
 
     def manifest(self) -> dict[str, Any]:
-        """A record of what was built: wheels, versions, names of the stand-ins, number of their symbols."""
+        """A record of the build: wheels, versions, names of the stand-ins, number of their symbols."""
         content: dict[str, Any] = json.loads((self.folder / _MANIFEST).read_text(encoding="utf-8"))
         return content
 
 
 def locate_toolchain(torch_version: str | None = None, python_tag: str | None = None) -> Toolchain:
-    """The toolchain that fits this machine, this Python and the installed torch, whether it is there or not.
+    """The toolchain for this machine, this Python and the installed torch, installed or not.
 
-    It lies in ``$TORCH_PAGODA_CACHE/npu`` (``~/.cache/torch_pagoda/npu``) under a name that holds the versions.
+    Its folder is in ``$TORCH_PAGODA_CACHE/npu`` (``~/.cache/torch_pagoda/npu``), named after the versions.
 
     Args:
-        torch_version: version of torch, the installed one's by default; a local part (+cpu) chooses no other wheel.
-        python_tag: tag of the Python, like cp311; this one's by default.
+        torch_version: by default the installed torch's; a local part (+cpu) makes no difference.
+        python_tag: by default this Python's, like cp311.
 
     Raises:
-        ToolchainError: there is no torch-npu wheel for them.
+        ToolchainError: there is no matching torch-npu wheel.
     """
     machine = _require_platform()
     torch_version = torch_version or metadata.version("torch")
@@ -95,7 +95,7 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
     release = torch_version.partition("+")[0]
     if release not in TORCH_NPU:
         raise ToolchainError(
-            f"torch {torch_version} has no torch-npu wheel that is known here; install torch "
+            f"torch {torch_version} has no known torch-npu wheel; install torch "
             f"{', '.join(sorted(TORCH_NPU)[:-1])} or {max(TORCH_NPU)} (of these, {TRIED[0]} is the one tested)"
         )
     version, checksums = TORCH_NPU[release].version, TORCH_NPU[release].sha256[machine]
@@ -111,31 +111,33 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
 
 
 def find_toolchain() -> Toolchain:
-    """The toolchain, which must be there.
+    """The installed toolchain.
 
     Raises:
-        ToolchainError: it is not, or others may have written to it, or there can be none here.
+        ToolchainError: it is not installed, others could have written to it, or this machine cannot have one.
     """
     toolchain = locate_toolchain()
     if not toolchain.complete:
-        raise ToolchainError(f"the offline Ascend toolchain is not in {toolchain.folder}; run: pagoda npu setup")
+        raise ToolchainError(
+            f"the offline Ascend toolchain is not installed in {toolchain.folder}; run: pagoda npu setup"
+        )
     _check_private(toolchain)
     return toolchain
 
 
 def set_up_toolchain(on_step: Callable[[str], None] = _logger.info, toolchain: Toolchain | None = None) -> Toolchain:
-    """Download the wheels, build the stand-ins and put both into the cache folder; do nothing if they are there.
+    """Download the wheels, build the stand-ins and put both into the cache folder, unless installed already.
 
-    Wheels are checked against pinned checksums. The folder is built beside its place and renamed, so nobody sees
-    half of it; of several processes that ask at once one builds and the others wait. Needs, the first time, a package
-    index (pip's own configuration applies), a C compiler and binutils; 44 MB are downloaded and 160 MB are kept.
+    Wheels are checked against pinned checksums. The folder is built elsewhere and renamed, so it is never incomplete;
+    of several concurrent processes, one builds and the others wait. The first call needs a package index (pip's own
+    configuration applies), a C compiler and binutils, downloads 44 MB and keeps 160 MB.
 
     Args:
-        on_step: called with a short text before each step; not called where nothing is to be done.
-        toolchain: what to set up and where; ``locate_toolchain()`` by default.
+        on_step: called with a short text before each step, if there is any.
+        toolchain: the toolchain to set up; by default ``locate_toolchain()``.
 
     Raises:
-        ToolchainError: something is missing; the message says what, and the remedy.
+        ToolchainError: something is missing; the message names it and the remedy.
     """
     toolchain = toolchain or locate_toolchain()
     if toolchain.complete:
@@ -148,40 +150,40 @@ def set_up_toolchain(on_step: Callable[[str], None] = _logger.info, toolchain: T
     try:
         make_private_folder(toolchain.folder.parent)
         lock = toolchain.folder.with_name(f".{toolchain.folder.name}.lock")
-        with locked(lock, lambda: on_step("waiting for another process that builds the toolchain")):
+        with locked(lock, lambda: on_step("waiting for another process to build the toolchain")):
             if not toolchain.complete:
                 _build(toolchain, on_step)
     except NotPrivate as error:
-        raise ToolchainError(f"the offline Ascend toolchain cannot be kept: {error}") from error
+        raise ToolchainError(f"cannot store the offline Ascend toolchain: {error}") from error
     except OSError as error:
         raise ToolchainError(
             f"cannot write the offline Ascend toolchain to {toolchain.folder}: {error}; set TORCH_PAGODA_CACHE to a "
-            "folder that can be written to"
+            "writable folder"
         ) from error
     return toolchain
 
 
 def _check_private(toolchain: Toolchain) -> None:
-    """Raise ``ToolchainError`` if the libraries and packages that are about to be loaded may be somebody else's."""
+    """Raise ``ToolchainError`` if another user could have written to the libraries and packages to load."""
     for folder in (toolchain.folder.parent, toolchain.folder, toolchain.libraries, toolchain.packages):
         try:
             check_private_folder(folder)
         except OSError as error:
-            raise ToolchainError(f"the offline Ascend toolchain is not used: {error}") from error
+            raise ToolchainError(f"refusing to use the offline Ascend toolchain: {error}") from error
 
 
 def _require_platform() -> str:
-    """The architecture of this machine, if there are wheels for it."""
+    """The architecture of this machine, if it has wheels."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in MACHINES:
         raise ToolchainError(
-            f"the offline Ascend toolchain runs on Linux on {' or '.join(MACHINES)} only, and this is {sys.platform} "
+            f"the offline Ascend toolchain runs on Linux on {' or '.join(MACHINES)} only, but this is {sys.platform} "
             f"on {machine}; use a container or a machine of that kind"
         )
     libc, version = platform.libc_ver()
     if libc != "glibc" or tuple(map(int, version.split(".")[:2])) < (2, 28):
         raise ToolchainError(
-            f"torch-npu's wheels need glibc 2.28 or newer, and this is {libc or 'another C library'} {version}; "
+            f"torch-npu's wheels need glibc 2.28 or newer, but this is {libc or 'another C library'} {version}; "
             "use a newer distribution"
         )
     return machine
@@ -218,7 +220,7 @@ def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:
 
 
 def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
-    """Unpack the pinned wheels into ``folder``. pip compares the checksums, whatever index it asks."""
+    """Unpack the pinned wheels into ``folder``; pip compares the checksums, whatever index it uses."""
     listed = folder.with_name("requirements.txt")
     listed.write_text("".join(f"{r}\n" for r in requirements), encoding="utf-8")
     options = ["--no-input", "--disable-pip-version-check", "--quiet", "--retries", "2", "--timeout", "30"]
@@ -235,8 +237,8 @@ def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
     names = " and ".join(f"{r.name} {r.version}" for r in requirements)
     if "HASH" in text:
         raise ToolchainError(
-            f"the package index gave a wheel of {names} with another checksum than the pinned one; nothing was "
-            "installed. Use an index that serves PyPI's own files (pip config list shows which is asked)"
+            f"a wheel of {names} from the package index does not match its pinned checksum; nothing was "
+            "installed. Use an index that serves PyPI's own files (pip config list shows the current one)"
         )
     errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR:")]
     reason = errors[-1] if errors else (text.strip().splitlines() or [f"exit status {result.returncode}"])[-1]

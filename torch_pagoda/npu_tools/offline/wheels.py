@@ -1,7 +1,7 @@
-"""The torch-npu wheels that the offline toolchain may install: versions and checksums, as published on PyPI.
+"""The torch-npu wheels of the offline toolchain: versions and checksums, as published on PyPI.
 
-A torch-npu wheel is compiled against one torch release, one Python and one architecture. Each entry is the last build
-for its torch; the checksums are those that https://pypi.org/simple/torch-npu/ gives for manylinux_2_28.
+A torch-npu wheel is built for one torch release, one Python and one architecture. Each entry is the last build for
+its torch; the checksums are those of https://pypi.org/simple/torch-npu/ for manylinux_2_28.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class TorchNpu:
     """The torch-npu wheels for one torch release.
 
     Attributes:
-        version: of torch-npu.
+        version: version of torch-npu.
         sha256: architecture, as ``platform.machine()`` names it → tag of the Python, like cp311 → checksum.
     """
 
@@ -47,10 +47,10 @@ MACHINES = ("x86_64", "aarch64")
 """Architectures with wheels, as ``platform.machine()`` names them."""
 
 TRIED = ("2.13.0", "x86_64")
-"""The torch release and the architecture whose wheels the tests convert with; the others are pinned, and not tried.
+"""The torch release and the architecture that the tests convert with; the others are pinned but untested.
 
-No build of torch 2.14 without CUDA is on PyPI, where its Linux wheels, those for aarch64 too, are CUDA builds; a
-machine that has torch 2.14 from elsewhere gets torch-npu 2.14.0.
+PyPI has no build of torch 2.14 without CUDA: its Linux wheels, also for aarch64, are CUDA builds; a machine with
+torch 2.14 from elsewhere gets torch-npu 2.14.0.
 """
 
 # torchair reads and writes GE graphs as protobuf messages; torch-npu does not declare that it needs the package.

@@ -1,7 +1,7 @@
-"""A test of an Ascend device on a model: each operator, each pass, each way to run the graph, and how long they take.
+"""Tests an Ascend device with a model: each operator, each pass, each way to run the graph, with timings.
 
-The process that a user starts imports torch only for the page and tables, when all stages have ended. Each stage runs
-in a process of its own, which may die or hang; what was found until then is in a journal.
+The main process imports torch only for the page and tables, after all stages. Each stage runs in a process of its
+own, which may die or hang; a journal keeps its earlier results.
 """
 
 from .report import Report

@@ -1,4 +1,4 @@
-"""The questions that only hardware answers, and what a test found about each."""
+"""Questions that only hardware can answer, and the answers of a test."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Outcomes = Mapping[str, Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Question:
-    """A question.
+    """A question, and how to answer it.
 
     Attributes:
-        text: it.
-        stage: that answers it.
-        of: chooses the outcomes that do.
-        says: makes the answer of them.
+        text: the question.
+        stage: the stage that answers it.
+        of: selects the outcomes.
+        says: makes the answer from them.
     """
 
     text: str
@@ -53,7 +53,7 @@ def _reads_packed_weights(outcome: Mapping[str, Any]) -> bool:
 
 
 def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """How many are right, and the largest difference; "" where none was run."""
+    """How many are right, and the largest difference; "" if none was run."""
     if not outcomes:
         return ""
     found = [number(outcome["found"]["of_limit"]) for outcome in outcomes if "of_limit" in outcome["found"]]
@@ -61,7 +61,7 @@ def _limits(outcomes: Sequence[Mapping[str, Any]]) -> str:
     if not found:
         return right
     if max(found) == float("inf"):
-        return f"{right}; a result has no number, or another shape, where one is right"
+        return f"{right}; a result is not a number, or has the wrong shape"
     return f"{right}; the largest difference: {max(found):.3g} times the limit"
 
 
@@ -80,7 +80,7 @@ def _graphs(outcomes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _graph(outcome: Mapping[str, Any]) -> str:
-    """Sizes that are right, and how long a decode step takes with it and without; "" where neither is known."""
+    """How many sizes are right, and the time of a decode step with and without it; "" if neither is known."""
     found = outcome["found"]
     made = found.get("on", {})
     sizes = made.get("sizes", [])
@@ -91,7 +91,7 @@ def _graph(outcome: Mapping[str, Any]) -> str:
     if "times" in found:
         off, on = found["off"]["milliseconds"], found["on"]["milliseconds"]
         parts.append(
-            f"a decode step takes {on:.3g} ms with it, {off:.3g} ms without: {found['times']:.2f} times as fast; "
+            f"a decode step takes {on:.3g} ms with it, {off:.3g} ms without: a speedup of {found['times']:.2f}; "
             f"{found['same_tokens']} of {found['sequences']} sequences have the same tokens"
         )
     return f"{outcome['item']}: {', '.join(parts)}" if parts else ""
@@ -99,20 +99,20 @@ def _graph(outcome: Mapping[str, Any]) -> str:
 
 QUESTIONS = (
     Question(
-        "Does the device compute what each operator's CPU semantics say?",
+        "Do the operators match their CPU semantics?",
         "operators",
         lambda outcome: "FRACTAL_NZ" not in outcome["item"],
         _limits,
     ),
-    Question("Is attention right around the model's windows?", "operators", _around_windows, _limits),
+    Question("Is attention right around the window sizes of the model?", "operators", _around_windows, _limits),
     Question(
-        "Are products right whose matrices lie in FRACTAL_NZ?",
+        "Are products with matrices in FRACTAL_NZ right?",
         "operators",
         lambda outcome: "FRACTAL_NZ" in outcome["item"],
         _limits,
     ),
     Question(
-        "Are packed weights of 4 and 8 bits read as they are meant?",
+        "Are packed weights of 4 and 8 bits read correctly?",
         "operators",
         _reads_packed_weights,
         _limits,
@@ -127,14 +127,14 @@ QUESTIONS = (
     Question("Does GE compile the planned graphs, and are they right?", "graphs", _named("graph engine"), _graphs),
     Question("Are captures right, and how many fit?", "graphs", _named("captured graphs"), _graphs),
     Question(
-        "Are static decode graphs right, and what do they gain? Whether they are launched as a whole is seen in a "
-        "profile alone.",
+        "Are static decode graphs right, and what do they gain? Only a profile shows whether they are launched as a "
+        "whole.",
         "graphs",
         _named("static decode graphs"),
         _graphs,
     ),
     Question("Does a second stream for branches pay, and is it right?", "graphs", _named("streams"), _graphs),
-    Question("Does it pay to fetch weights before they are read?", "graphs", _named("prefetch"), _graphs),
+    Question("Does it pay to prefetch weights?", "graphs", _named("prefetch"), _graphs),
     Question("Do matrices in FRACTAL_NZ pay?", "graphs", _named("FRACTAL_NZ"), _graphs),
     Question(
         "Which block size is fastest?",
@@ -152,8 +152,8 @@ QUESTIONS = (
 
 
 def answers(stages: Outcomes) -> list[dict[str, str]]:
-    """For each question that something was run for: it, the answer, and "right" or what became of the first outcome
-    that is not."""
+    """For each question with outcomes: the question, the answer, and "right" or the status of the first outcome that
+    is not."""
     said = []
     for question in QUESTIONS:
         outcomes = [outcome for outcome in stages.get(question.stage, ()) if question.of(outcome)]
@@ -164,7 +164,7 @@ def answers(stages: Outcomes) -> list[dict[str, str]]:
         text = question.says(ran)
         if bad:
             first = f"{bad[0]['item']}: {bad[0]['status']}, {bad[0]['reason']}"
-            text = f"{text}. The first that is not: {first}" if text else first
+            text = f"{text}. First failure: {first}" if text else first
         said.append(
             {"question": question.text, "answer": text or RIGHT, "status": bad[0]["status"] if bad else RIGHT}
         )

@@ -1,6 +1,6 @@
-"""Ways to run a model that are compared with each other. Nothing here imports torch.
+"""Pairs of ways to run a model, to compare. Nothing here imports torch.
 
-What is on in one engine and off in the other is one entry of ``COMPARISONS``.
+One entry of ``COMPARISONS`` is a feature that is on in one engine and off in the other.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ class Comparison:
     """Two ways to run the model.
 
     Attributes:
-        name: of what the second has and the first has not.
-        off, on: compile options of both, beside those that were asked for.
-        by_default: it is made unless others are named; those that are not compile for minutes.
+        name: the feature.
+        off, on: compile options of both, in addition to the requested ones.
+        by_default: run it unless others are named; the rest compile for minutes.
     """
 
     name: str
@@ -54,17 +54,17 @@ COMPARISONS = (
         by_default=False,
     ),
 )
-"""In the order in which they are made."""
+"""All comparisons, in the order of the run."""
 
 
 def chosen(names: Sequence[str]) -> list[Comparison]:
-    """The comparisons of these names; without names those that are made by default.
+    """The comparisons with these names; without names, the default ones.
 
     Raises:
-        ValueError: there is none of a name.
+        ValueError: a name is unknown.
     """
     known = {each.name: each for each in COMPARISONS}
     for name in names:
         if name not in known:
-            raise ValueError(f"comparison {name!r} is not known; there are {', '.join(known)}")
+            raise ValueError(f"comparison {name!r} is unknown; use one of {', '.join(known)}")
     return [known[name] for name in names] or [each for each in COMPARISONS if each.by_default]

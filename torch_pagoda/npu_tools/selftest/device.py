@@ -1,4 +1,4 @@
-"""The device that is tested. There is one in this package, the NPU; tests bring others."""
+"""The device under test: the NPU, or one that tests provide."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Device:
     """A device to test.
 
     Attributes:
-        torch_device: where tensors go.
-        soc: name of the chip that graphs are lowered for.
-        stand_in: what it is, where it is not an Ascend device; every report says so first.
-        running: entered around everything that runs on it.
+        torch_device: the torch device.
+        soc: name of the chip to lower graphs for.
+        stand_in: its description, if it is not an Ascend device; every report states it first.
+        running: context manager around everything that runs on it.
         synchronize: waits until it has finished.
-        peak_memory: most bytes that tensors have taken since the last call of it; None where nobody counts.
-        release: gives back what nothing holds any more.
-        facts: names and sizes of it, in words.
+        peak_memory: maximum bytes of tensors since the last call; None if unknown.
+        release: frees unused memory.
+        facts: names and sizes, as text.
     """
 
     torch_device: torch.device
@@ -42,7 +42,7 @@ class Device:
     facts: dict[str, str] = field(default_factory=dict)
 
     def run(self, function: Callable[[], _Result]) -> _Result:
-        """What ``function`` returns, when the device has finished."""
+        """The result of ``function``, after the device has finished."""
         with self.running():
             result = function()
             self.synchronize()
@@ -53,10 +53,10 @@ def npu() -> Device:
     """The first visible NPU.
 
     Raises:
-        ValueError: torch_npu reports none.
+        ValueError: torch_npu reports no NPU.
     """
     if not npu_available():
-        raise ValueError("torch_npu reports no NPU on this machine; pagoda npu doctor says what is missing")
+        raise ValueError("torch_npu reports no NPU on this machine; run pagoda npu doctor")
     module: Any = torch.npu  # type: ignore[attr-defined]
     name = str(module.get_device_name())
     free, total = module.mem_get_info()

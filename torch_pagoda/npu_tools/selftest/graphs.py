@@ -1,4 +1,4 @@
-"""The stage of graphs: ways to run a model on the device beside each other, compared size by size, timed in turns."""
+"""The graphs stage: pairs of ways to run a model on the device, compared by size and timed alternately."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def stage(**asked: Any) -> Items:
 
 
 def graph_items(model: PreTrainedModel, reference: Reference, device: Device, asked: Asked) -> Items:
-    """An item for each comparison, for a model on the device."""
+    """One item per comparison, for a model on the device."""
     return {each.name: partial(_compare, each, model, reference, device, asked) for each in chosen(asked.comparisons)}
 
 
@@ -54,13 +54,13 @@ class _Side:
     """One of the two ways.
 
     Attributes:
-        engine: ready, its sizes compared.
-        report: of its program.
-        wrong: why it is not what was asked for, or not right; "" where it is.
-        unscheduled: a line for each schedule that is left out or places nothing.
-        peak: most bytes that making it took; None where nobody counts.
+        engine: the engine, its sizes compared.
+        report: compile report of its program.
+        wrong: reason why it is not as requested, or not right; "" if it is.
+        unscheduled: a line for each schedule that is left out or matches nothing.
+        peak: peak bytes while building it; None if unknown.
         steps, prompts: seconds of a decode step, and of all prompts, round by round.
-        tokens: that it generated.
+        tokens: its generated tokens.
     """
 
     engine: Engine
@@ -81,12 +81,12 @@ def _compare(
     asked: Asked,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Make both engines over the same weights, then let them take turns."""
+    """Build both engines over the same weights, then run them alternately."""
     sides: dict[str, _Side] = {}
     said: dict[str, Any] = {}
     try:
         for name, options in (("off", comparison.off), ("on", comparison.on)):
-            progress({"doing": f"making the engine with it {name}"})
+            progress({"doing": f"building the engine with it {name}"})
             sides[name] = _side(model, reference, device, asked, options)
             said[name] = _made(sides[name])
             progress(said)
@@ -139,7 +139,7 @@ def _side(
 
 
 def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
-    """A line for each schedule that was asked for and is left out of a graph, or found nothing to place."""
+    """A line for each requested schedule that a graph leaves out, or that matches nothing."""
     placed = {record.name for record in report.passes if record.matches}
     lines = []
     for name in asked_for(options.schedule):
@@ -147,14 +147,14 @@ def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
             lines.append(f"schedule {name!r} is left out: {report.dropped_schedules[name]}")
         elif PASSES[name] not in placed:
             why = "`pagoda inspect --schedule` says why"
-            lines.append(f"schedule {name!r} places nothing in this model on {options.soc}; {why}")
+            lines.append(f"schedule {name!r} matches nothing in this model on {options.soc}; {why}")
     return lines
 
 
 def _why_wrong(report: CompileReport, codegen: str) -> str:
     if report.codegen != codegen:
         reasons = dict(report.dropped_passes)
-        return f"the graph does not run by {codegen}: {reasons.get(codegen, 'it was left out')}"
+        return f"the graph does not run with codegen={codegen!r}: {reasons.get(codegen, 'it was left out')}"
     if report.dropped_passes:
         return "pass {} was left out: {}".format(*report.dropped_passes[0])
     wrong = next((size for size in report.sizes if size.reason), None)
@@ -162,7 +162,7 @@ def _why_wrong(report: CompileReport, codegen: str) -> str:
 
 
 def _made(side: _Side) -> dict[str, Any]:
-    """What is known before anything is timed, as JSON has it."""
+    """The results before the timing, as JSON data."""
     report, verdict = side.report, side.report.verdict
     return {
         "codegen": report.codegen,
@@ -186,7 +186,7 @@ def _prompts(reference: Reference, asked: Asked) -> list[list[int]]:
 
 
 def _time(side: _Side, prompts: list[list[int]], device: Device) -> None:
-    """One turn: all prompts with a token each, and once more with the decoded tokens."""
+    """One round: all prompts with one token each, and once more with the decoded tokens."""
     seconds = []
     for tokens in (1, 1 + _DECODED):
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

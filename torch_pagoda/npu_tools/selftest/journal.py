@@ -1,7 +1,7 @@
-"""The journal of a test: what was begun and what it ended in, on disk before the next thing begins.
+"""The journal of a test: records the beginning and the outcome of each item on disk.
 
-A line of JSON for each event; a later run replays them. Where the machine, the device's driver or this process ended
-in the middle, the last item that was begun has no end: it is what was under way, and is not tried again.
+One line of JSON per event; a later run replays them. If the machine, the driver or this process ended in the middle,
+the last item without an outcome is the culprit, and is not retried.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ log = logging.getLogger(__name__)
 
 RIGHT, WRONG, FAILED, CRASHED, HUNG, NOT_RUN = "right", "wrong", "failed", "crashed", "hung", "not run"
 _STATUSES = (RIGHT, WRONG, FAILED, CRASHED, HUNG, NOT_RUN)
-_DIED = "the process, or the machine, ended while this ran; it is not tried again"
+_DIED = "the process, or the machine, ended during this item; it is not retried"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of an item.
+    """The outcome of an item.
 
     Attributes:
         item: its name.
         status: ``RIGHT``, ``WRONG``, ``FAILED`` (an error), ``CRASHED`` (its process died), ``HUNG`` or ``NOT_RUN``.
-        reason: why it is not right, with the remedy where one is known; "" when it is.
-        seconds: that it took.
-        found: its result, or as much as was said before it ended.
+        reason: why it is not right, with the remedy if one is known; "" if it is.
+        seconds: its duration.
+        found: its result, or the partial one before it ended.
     """
 
     item: str
@@ -47,17 +47,16 @@ class Journal:
     """A file of events.
 
     Args:
-        path: of the file. One that is there is gone on with, if it was begun for the same ``subject`` and not
-            finished.
+        path: path of the file. An existing, unfinished file for the same ``subject`` is continued.
         subject: what is tested and how.
-        again: begin anew in any case.
+        again: start over in any case.
 
     Attributes:
-        resumed: it goes on with an earlier run.
+        resumed: whether it continues an earlier run.
 
     Raises:
-        ValueError: another run writes the file.
-        OSError: it cannot be written.
+        ValueError: another run writes to the file.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, subject: Mapping[str, Any], *, again: bool = False) -> None:
@@ -70,7 +69,7 @@ class Journal:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise ValueError(f"another run writes to {path.parent}; wait for it, or name another --out") from None
+            raise ValueError(f"another run writes to {path.parent}; wait for it, or use another --out") from None
         except OSError:  # a file system without locks
             pass
         first = {"subject": json.loads(json.dumps(subject))}
@@ -88,30 +87,30 @@ class Journal:
             self.end(stage, died)
 
     def outcomes(self, stage: str) -> dict[str, Outcome]:
-        """Item → what became of it, of those of a stage that were begun."""
+        """Item → outcome, for the items of a stage that were begun."""
         return dict(self._outcomes.get(stage, {}))
 
     def plan(self, stage: str) -> list[str] | None:
-        """Names of the items of a stage, in order; None as long as they are not known."""
+        """Names of the items of a stage, in order; None if they are not known yet."""
         return self._plans.get(stage)
 
     def note(self, stage: str, **event: Any) -> None:
-        """Note what happened in a stage; this is on disk when it returns.
+        """Record an event of a stage; it is on disk on return.
 
         Args:
             stage: its name.
-            **event: ``plan=`` its items, ``begin=`` an item, ``progress=`` an item and what it has ``found=``, or
-                ``interrupted=`` an item that the user stopped, which is tried again.
+            **event: ``plan=`` its items, ``begin=`` an item, ``progress=`` an item and its ``found=`` so far, or
+                ``interrupted=`` an item that the user stopped, which is retried.
         """
         self._replay({"stage": stage, **event})
         self._write({"stage": stage, **event})
 
     def end(self, stage: str, outcome: Outcome) -> None:
-        """Note what became of an item."""
+        """Record the outcome of an item."""
         self.note(stage, end=asdict(outcome))
 
     def close(self, *, finished: bool) -> None:
-        """Close the file; the next run begins anew where this one is finished."""
+        """Close the file; after a finished run, the next one starts over."""
         if finished:
             self._write({"finished": True})
         self._file.close()
@@ -135,7 +134,7 @@ class Journal:
                 self._under_way.pop(stage, None)
                 self._outcomes.setdefault(stage, {})[end["item"]] = Outcome(**end)
             case _:
-                log.warning("a line of the journal is passed over: it is not an event: %.200s", event)
+                log.warning("ignoring an invalid line of the journal: %.200s", event)
 
 
 def _is_outcome(data: Mapping[str, Any]) -> bool:
@@ -151,4 +150,4 @@ def _events(lines: Iterator[str]) -> Iterator[object]:
             yield json.loads(line)
         except (ValueError, RecursionError) as error:
             if line.strip():
-                log.warning("a line of the journal is passed over: it was cut off: %s", error)
+                log.warning("ignoring an invalid line of the journal: %s", error)

@@ -1,4 +1,4 @@
-"""The model of a test and the device that it is tested on, as every stage opens them."""
+"""The model and the device of a test, as every stage opens them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Asked", "load", "open_device", "stage"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What every stage is given.
+    """Parameters of every stage.
 
     Attributes:
         model: folder, hub id or GGUF file.
@@ -33,10 +33,10 @@ class Asked:
         trust_remote_code: run code that comes with the checkpoint.
         quantization, kv_cache_dtype, passes: see ``CompileOptions``.
         block_size: tokens per block of the cache.
-        max_num_seqs, max_num_batched_tokens: sizes of the engines whose graphs are compared and timed.
-        comparisons: names of those to make; none for those that are made unless others are named.
+        max_num_seqs, max_num_batched_tokens: sizes of the engines that are compared and timed.
+        comparisons: names of comparisons; empty: the default ones.
         device: "module:function" that makes the ``Device``.
-        device_arguments: of that function.
+        device_arguments: arguments of that function.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Asked:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How the model is compiled, in every stage."""
+        """The compile options of every stage."""
         return {
             "quantization": self.quantization,
             "kv_cache_dtype": self.kv_cache_dtype,
@@ -70,13 +70,13 @@ def open_device(asked: Asked) -> Device:
 
 
 def load(asked: Asked, device: torch.device) -> PreTrainedModel:
-    """The model on a device, with no more threads than the control group allows."""
+    """The model on a device; uses no more threads than the control group allows."""
     limit_threads()
     return load_model(asked.model, asked.dtype, asked.trust_remote_code, device)
 
 
 def stage(**asked: Any) -> Items:
-    """The first stage: what the device and the model are, and whether the device computes at all."""
+    """The first stage: properties of device and model, and whether the device computes at all."""
     given = Asked(**asked)
     device = open_device(given)
     options = {"block_size": given.block_size, **given.options, "soc": device.soc}
@@ -85,10 +85,14 @@ def stage(**asked: Any) -> Items:
 
 
 def _device(device: Device) -> dict[str, Any]:
-    """Copy there and back, and a product of matrices of small integers, which is exact."""
+    """A copy to the device and back, and an exact product of matrices of small integers."""
     numbers = torch.randint(-2, 3, (256, 256), generator=torch.Generator().manual_seed(0)).to(torch.float16)
     there = numbers.to(device.torch_device)
-    wrong = "" if torch.equal(device.run(lambda: there.clone()).cpu(), numbers) else "a copy does not come back equal"
+    wrong = (
+        ""
+        if torch.equal(device.run(lambda: there.clone()).cpu(), numbers)
+        else "a copy to the device and back is not equal"
+    )
     product = device.run(lambda: there @ there).cpu()
     exact = (numbers.long() @ numbers.long()).half()
     largest = float((product.float() - exact.float()).abs().max())
@@ -103,7 +107,7 @@ def _device(device: Device) -> dict[str, Any]:
 
 
 def _model(asked: Asked) -> dict[str, Any]:
-    """Architecture and sizes; neither name nor folder."""
+    """Architecture and sizes, without name and folder."""
     _, config = load_config(asked.model, asked.trust_remote_code)
     text = config.get_text_config()
     names = {

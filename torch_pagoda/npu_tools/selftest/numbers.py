@@ -1,4 +1,4 @@
-"""Numbers as JSON has them."""
+"""Numbers as JSON values."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["number", "plain"]
 
 
 def plain(number: float) -> float | str:
-    """The number; "infinite" or "nan" where JSON has none."""
+    """The number; "infinite" or "nan" if JSON cannot represent it."""
     if math.isnan(number):
         return "nan"
     return number if math.isfinite(number) else "infinite"
 
 
 def number(plain: float | str) -> float:
-    """The number for comparisons; infinity for what is none."""
+    """The number for comparisons; infinity if it is not a number."""
     return float("inf") if isinstance(plain, str) else float(plain)

@@ -1,7 +1,7 @@
-"""The calls of a lowered graph, one by one: what a device makes of each beside the operator's semantics on the CPU.
+"""Compares each call of a lowered graph on a device with the operator's semantics on the CPU.
 
-The graph runs on the CPU, node by node, and each call is kept with what it was given and what it yielded. A device
-then gets the same inputs, so that the error of one operator does not become that of the next.
+The graph runs on the CPU, node by node, and each call is kept with its inputs and results. The device then gets the
+same inputs, so that the error of one operator does not affect the next.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ...passes.graph.fx_nodes import value
 from ...passes.graph.provenance import scopes
 
 LIMITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-13, torch.float64: 2**-26}
-"""By how much a number may differ, relative to itself plus the root mean square of its row: two roundings of a number
-in half precision, sums in another order in the others."""
+"""Tolerated difference of a number, relative to itself plus the root mean square of its row: two roundings in half
+precision, another order of summation in other dtypes."""
 _ROUNDED = (torch.int8, torch.uint8)
-"""Of these an entry may be the neighboring integer; other integers are to be equal."""
+"""Operators whose entries may be off by one integer; other integers must be equal."""
 _CHOICES = ("topk", "npu_moe_gating_top_k_softmax")
-"""Operators that choose the largest entries of rows: of two that are alike they may take either."""
+"""Operators that select the largest entries of rows; of equal entries they may select either."""
 _REPEATS = 3
 
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """A call of an operator with its inputs and what is right for them, all on the CPU.
+    """A call of an operator with its inputs and correct results, all on the CPU.
 
     Attributes:
         target: the operator.
-        args, kwargs: as the call got them, weights shared with the graph and all else copied.
-        expected: result number → what it has to be, of the results that something reads.
-        written: argument → what the operator has to make of it.
-        step: kind of step, in words.
-        module: of the model, that the call belongs to; "" where none is known.
+        args, kwargs: arguments; weights are shared with the graph, all else is copied.
+        expected: result index → its correct value, for the results that are used.
+        written: argument → its correct value after the call.
+        step: kind of step, as text.
+        module: module of the model that the call belongs to; "" if unknown.
         which: "first" or "last" of its kind in the graph.
-        turned: weights, among the arguments, that go to FRACTAL_NZ.
+        turned: weight arguments to convert to FRACTAL_NZ.
     """
 
     target: Any
@@ -62,28 +62,28 @@ class OperatorCall:
 
     @property
     def shapes(self) -> str:
-        """Sizes and dtypes of its tensors."""
+        """Shapes and dtypes of its tensors."""
         leaves = pytree.tree_leaves((self.args, self.kwargs))
         return ", ".join(_shape(leaf) for leaf in leaves if isinstance(leaf, Tensor))
 
     @property
     def name(self) -> str:
-        """The call in words, different for each that is kept."""
+        """The call as text, unique among the kept ones."""
         nz = ", FRACTAL_NZ" if self.turned else ""
         return f"{self.operator}({self.shapes}{nz}), {self.step}, {self.which}"
 
 
 @dataclass
 class Difference:
-    """What a device's results differ by.
+    """The differences of a device's results.
 
     Attributes:
-        largest: the largest difference; infinite where something is not a number.
-        of_limit: the same in multiples of what is tolerated; more than 1 is wrong.
-        beyond: share of the entries that differ by more than is tolerated.
-        where: result and index of that entry, in words; "" where nothing differs.
+        largest: the largest difference; infinite if something is not a number.
+        of_limit: the same in multiples of the tolerance; more than 1 is wrong.
+        beyond: share of the entries outside the tolerance.
+        where: result and index of that entry, as text; "" if nothing differs.
         found, expected: the entry.
-        reason: why the result is wrong, "" when it is right.
+        reason: why the result is wrong; "" if it is right.
     """
 
     largest: float = 0.0
@@ -100,8 +100,8 @@ class Collected:
     """The calls of a graph, in its order.
 
     Attributes:
-        first, last: signature → the call that was met first, and the one met last, of all with that signature.
-        counts: signature → calls.
+        first, last: signature → the first call with it, and the last one.
+        counts: signature → number of calls.
     """
 
     first: dict[Any, OperatorCall] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class Collected:
     counts: dict[Any, int] = field(default_factory=dict)
 
     def calls(self) -> Iterator[tuple[OperatorCall, int]]:
-        """Each kept call with the number of calls that it stands for."""
+        """Each kept call with the number of calls that it represents."""
         for signature, call in self.first.items():
             yield call, self.counts[signature]
             if (last := self.last.get(signature)) is not None:
@@ -120,10 +120,10 @@ class Collector(fx.Interpreter):
     """Runs a module on the CPU and keeps its calls.
 
     Args:
-        module: of a lowered graph.
-        into: where calls go; those with the signature of one that is there already count with it.
-        weights: tensors that calls need not copy.
-        step: kind of step, in words.
+        module: module of a lowered graph.
+        into: receives calls; a call with a known signature is counted only.
+        weights: tensors that need no copy.
+        step: kind of step, as text.
     """
 
     def __init__(self, module: fx.GraphModule, into: Collected, weights: Sequence[Tensor], step: str) -> None:
@@ -132,7 +132,7 @@ class Collector(fx.Interpreter):
         self._weights = {id(weight) for weight in weights}
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run a node, and keep its call where it is an operator's that computes something."""
+        """Run a node, and keep its call if it is an operator that computes something."""
         if n.op != "call_function" or not _computes(n):
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
@@ -177,12 +177,12 @@ def run_call(
     """Call an operator on a device and compare.
 
     Args:
-        call: it.
+        call: the call.
         device: where tensors go.
-        run: calls a function on the device and returns when that has finished.
+        run: calls a function on the device and returns when it has finished.
 
     Returns:
-        what differs, and the least of a few times that a call took, in seconds, its launch included.
+        the differences, and the minimum seconds of a few runs of the call, launch included.
     """
 
     def moved(leaf: Any) -> Any:
@@ -211,9 +211,9 @@ def run_call(
 
 
 def difference_of(found: Tensor, expected: Tensor) -> Difference:
-    """What ``found`` differs from what is right by."""
+    """Compare ``found`` with the correct value."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
-        reason = f"it is {_shape(found)} where {_shape(expected)} is right"
+        reason = f"the result is {_shape(found)}, expected {_shape(expected)}"
         return Difference(math.inf, math.inf, 1.0, reason=reason)
     if not found.numel():
         return Difference()
@@ -245,12 +245,12 @@ def difference_of(found: Tensor, expected: Tensor) -> Difference:
     if worst > 1:
         many = f"{100 * made.beyond:.3g} % of the entries"
         by = "is not a number" if math.isinf(made.largest) else f"differs by {made.largest:.3g}"
-        made.reason = f"{by} at {index} ({made.found:.5g}, right is {made.expected:.5g}), {many} beyond the limit"
+        made.reason = f"{by} at {index} ({made.found:.5g}, expected {made.expected:.5g}), {many} exceed the limit"
     return made
 
 
 def _worse(so_far: Difference, name: str, found: Tensor, expected: Tensor) -> None:
-    """Take over what differs more than what was seen before."""
+    """Merge a difference that exceeds earlier ones."""
     other = difference_of(found, expected)
     so_far.largest = max(so_far.largest, other.largest)
     if other.of_limit > so_far.of_limit:
@@ -260,7 +260,7 @@ def _worse(so_far: Difference, name: str, found: Tensor, expected: Tensor) -> No
 
 
 def _chosen(call: OperatorCall, result: int, found: Tensor, expected: Tensor) -> Tensor:
-    """Indices of chosen entries, those that are right in the place of others whose entries are equal."""
+    """Selected indices, with the correct ones in place of others with equal entries."""
     if found.is_floating_point() or found.shape != expected.shape:
         return found
     if str(call.target).startswith("npu.npu_lightning_indexer"):
@@ -277,7 +277,7 @@ def _chosen(call: OperatorCall, result: int, found: Tensor, expected: Tensor) ->
 
 
 def _chosen_keys(call: OperatorCall, found: Tensor, expected: Tensor) -> Tensor:
-    """Places of chosen keys, those that are right in the place of others whose keys score as high within rounding."""
+    """Positions of selected keys, with the correct ones in place of others whose scores are equal within rounding."""
     ends, table, key = call.kwargs["actual_seq_lengths_query"], call.kwargs["block_table"].long(), call.args[1]
     places, size = expected.shape[-1], key.shape[1]
     if int(found.min()) < -1 or int(found.max()) >= table.shape[1] * size:
@@ -304,7 +304,7 @@ def _is_choice(target: Any) -> bool:
 
 
 def _computes(node: fx.Node) -> bool:
-    """True for an operator that yields or writes tensors of its own, and does not only look at others."""
+    """True for an operator that returns or writes tensors of its own, rather than views."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     schema = node.target._schema
@@ -315,14 +315,14 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _read(node: fx.Node, results: Sequence[Any]) -> list[int]:
-    """Numbers of the results that something reads; of others an operator may leave anything."""
+    """Indices of the results that are used; an operator may leave others undefined."""
     if not isinstance(value(node), tuple | list):
         return [0] if node.users and len(results) == 1 else []
     return sorted({int(user.args[1]) for user in node.users if user.op == "call_function"})  # type: ignore[arg-type]
 
 
 def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that a call writes to, by the names of its arguments."""
+    """The tensors that a call writes to, by argument name."""
     parameters = target._schema.arguments
     given = {**dict(zip((parameter.name for parameter in parameters), args, strict=False)), **kwargs}
     for parameter in parameters:
@@ -331,7 +331,7 @@ def _written(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ite
 
 
 def _leaves(node: fx.Node, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
-    """What a call is told apart by. Lists of lengths of sequences differ from step to step."""
+    """The signature of a call. Excludes lists of sequence lengths, which differ from step to step."""
     lists = str(node.target).startswith("npu.")
 
     def leaf(given: Any) -> Any:
@@ -354,6 +354,6 @@ def _shape(tensor: Tensor) -> str:
 
 
 def innermost_module(node: fx.Node) -> str:
-    """Path of the innermost module in the model, where the capture noted one."""
+    """Path of the innermost module, if the capture recorded one."""
     found = scopes(node)
     return found[-1].path if found else ""

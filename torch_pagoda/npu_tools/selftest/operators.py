@@ -1,4 +1,5 @@
-"""The stage of operators: each call of the model's lowered graphs, at its real shapes, beside its CPU semantics."""
+"""The operators stage: compares each call of the model's lowered graphs, at its real shapes, with its CPU
+semantics."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ __all__ = ["operator_items", "stage"]
 log = logging.getLogger(__name__)
 
 SCHEDULE = Schedule((290, 33, 150), (129, 20, 64), 128, decoded=3)
-"""Prompts that begin and go on with a chunk, of more and of less than a block, then decoded tokens."""
+"""Prompts that begin and continue with a chunk, of more and of less than a block, then decoded tokens."""
 
 
 def stage(**asked: Any) -> Items:
@@ -45,13 +46,13 @@ def stage(**asked: Any) -> Items:
 
 
 def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Items:
-    """An item for each call that differs from others in operator, shapes or kind of step, and for attention around
-    each window of the model.
+    """One item per distinct call by operator, shapes and kind of step, and for attention around each window of the
+    model.
 
     Args:
-        model: on the CPU.
-        device: that runs the calls.
-        asked: how the model is compiled.
+        model: the model on the CPU.
+        device: the device that runs the calls.
+        asked: parameters, with compile options.
     """
     captured = capture(model)
     found = Collected()
@@ -69,7 +70,7 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         if reason:
             items[f"decode steps for {mode}"] = partial(_refused, reason)
         for name, step, arguments in _steps(traced, model):
-            log.info("%s by the CPU's kernels: %s", name, mode)
+            log.info("running %s with the CPU's kernels: %s", name, mode)
             given = arguments(step)
             graph = traced if decode is None or not StepKinds(traced).is_decode(given) else decode
             collector = Collector(graph.module, into, list(graph.constants.values()), name)
@@ -102,7 +103,7 @@ def _refused(reason: str, progress: Progress) -> dict[str, Any]:
 
 
 def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGraph:
-    """A graph that the model is lowered to, with the weights that it reads."""
+    """A lowered graph of the model, with its weights."""
     captured.traced.npu = NpuTarget(soc, asked.block_size, mode)
     options = CompileOptions(target="npu", codegen="none", verify="off", soc=soc, **asked.options)
     traced = run_pipeline(captured, options, None, CompileReport("selftest"))
@@ -113,7 +114,7 @@ def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGra
 def _steps(
     traced: TracedGraph, model: torch.nn.Module
 ) -> list[tuple[str, PlannedStep, Callable[[PlannedStep], list[Any]]]]:
-    """Kind, step and its arguments, in their order, of the steps that a graph is exercised by."""
+    """Kind, step and ordered arguments of the steps that exercise a graph."""
     program = link(traced, traced.module)
     traced.recompile()
     schedule = SCHEDULE.within(program.max_model_len or 1 << 30)
@@ -134,7 +135,7 @@ def _kind(step: PlannedStep) -> str:
 
 
 def _with_nz(call: OperatorCall, count: int, traced: TracedGraph) -> tuple[OperatorCall, int, bool]:
-    """The call with the weights that go to FRACTAL_NZ, and whether it takes them in that format only."""
+    """The call with its weights converted to FRACTAL_NZ, and whether it accepts only that format."""
     leaves = {id(leaf) for leaf in pytree.tree_leaves((call.args, call.kwargs))}
     plans = [p for p in plan_weights(traced) if p.fractal_nz and id(traced.constants[p.name]) in leaves]
     turned = tuple(traced.constants[plan.name] for plan in plans)
@@ -142,7 +143,7 @@ def _with_nz(call: OperatorCall, count: int, traced: TracedGraph) -> tuple[Opera
 
 
 def _compare(call: OperatorCall, count: int, device: Device, progress: Progress) -> dict[str, Any]:
-    """Run a call and say what differs, as JSON has it."""
+    """Run a call and report the differences, as JSON data."""
     difference, seconds = run_call(call, device.torch_device, device.run)
     return {
         "wrong": difference.reason,

@@ -1,4 +1,4 @@
-"""The report as tables that a terminal and a page both show, and as a page."""
+"""The report as tables for a terminal and a page, and as a page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["page", "sections"]
 
 
 def page(report: Report) -> str:
-    """The whole page."""
+    """The complete page."""
     data = report.data
     style = "good" if report.is_right else "bad"
     facts = [("result", report.verdict, style), *((name, text, "") for name, text in _facts(data))]
@@ -50,11 +50,11 @@ def _named(facts: Mapping[str, Any]) -> str:
 
 
 def sections(data: Mapping[str, Any], *, short: bool = False) -> list[Section]:
-    """The tables that there is something for.
+    """The nonempty tables.
 
     Args:
         data: of a report.
-        short: without the long ones, for a terminal.
+        short: omit the long ones, for a terminal.
     """
     stages = data["stages"]
     operators = [outcome for outcome in stages.get("operators", []) if "(" in outcome["item"]]
@@ -72,7 +72,7 @@ def sections(data: Mapping[str, Any], *, short: bool = False) -> list[Section]:
 
 def _questions(found: Sequence[Mapping[str, str]]) -> Section:
     rows = [(each["question"], Styled(each["answer"], _style(each["status"]))) for each in found]
-    return Section("What only hardware shows", ("question", "answer"), tuple(rows))
+    return Section("Questions for hardware", ("question", "answer"), tuple(rows))
 
 
 def _wrong(stages: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
@@ -87,8 +87,8 @@ def _wrong(stages: Mapping[str, Sequence[Mapping[str, Any]]]) -> Section:
                 left += 1
                 continue
             rows.append((name, Styled(status, _style(status)), outcome["item"], outcome["reason"]))
-    note = f"{left} more, each behind such a line, were not run for the same reason." if left else ""
-    return Section("Not right, in the order of the run", ("stage", "what!", "item`", "why"), tuple(rows), note)
+    note = f"{left} more items, each after one of these, were not run for the same reason." if left else ""
+    return Section("Failures, in the order of the run", ("stage", "what!", "item`", "why"), tuple(rows), note)
 
 
 def _operators(outcomes: Sequence[Mapping[str, Any]]) -> Section:
@@ -115,9 +115,11 @@ def _operators(outcomes: Sequence[Mapping[str, Any]]) -> Section:
         "Operators",
         ("operator`", "right#", "of the limit#", "largest difference#", "microseconds#"),
         tuple(rows),
-        hint="Each call of the lowered graphs that differs from others in sizes, at the model's own, with the same "
-        "inputs as on the CPU. Limits: two roundings of the dtype, of the number and of the root mean square of its "
-        "row. Times are those of a call by itself, its launch included.",
+        hint=(
+            "Each call of the lowered graphs with distinct sizes, the model's own, with the same inputs as on the "
+            "CPU. Limits: two roundings of the dtype, relative to the number and to the root mean square of its "
+            "row. Times are those of a single call, its launch included."
+        ),
     )
 
 
@@ -145,7 +147,7 @@ def _calls(outcomes: Sequence[Mapping[str, Any]]) -> Section:
             )
         )
     columns = ("operator`", "tensors`", "step!", "calls#", "of the limit#", "microseconds#")
-    return Section("Every call that was compared", columns, tuple(rows))
+    return Section("All compared calls", columns, tuple(rows))
 
 
 def _passes(outcomes: Sequence[Mapping[str, Any]]) -> Section:
@@ -178,8 +180,8 @@ def _graphs(outcomes: Sequence[Mapping[str, Any]]) -> Section:
         sizes = on.get("sizes", [])
         right = f"{sum(not size['reason'] for size in sizes)} of {len(sizes)}" if sizes else ""
         rows.append((name, *times, faster, same, right))
-    columns = ("with and without", "ms without#", "ms with#", "times as fast#", "same tokens#", "sizes right#")
-    hint = "Milliseconds of a decode step, medians of turns that both take over the same weights."
+    columns = ("with and without", "ms without#", "ms with#", "speedup#", "same tokens#", "sizes right#")
+    hint = "Milliseconds of a decode step, medians of alternating runs over the same weights."
     return Section("Ways to run the graph", columns, tuple(rows), hint=hint)
 
 
@@ -198,7 +200,7 @@ def _sizes(outcomes: Sequence[Mapping[str, Any]]) -> Section:
                 )
             )
     columns = ("with", "size", "error#", "seconds#", "")
-    return Section("Planned sizes, each beside its operators called one by one", columns, tuple(rows))
+    return Section("Planned sizes, each compared with its operators called one by one", columns, tuple(rows))
 
 
 def _machine(findings: Sequence[Mapping[str, Any]]) -> Section:
@@ -207,7 +209,7 @@ def _machine(findings: Sequence[Mapping[str, Any]]) -> Section:
         (Styled(each["status"], styles.get(each["status"], "")), each["check"], each["text"], each["remedy"])
         for each in findings
     ]
-    return Section("The machine, as pagoda npu doctor sees it", ("!", "check!", "found", "what to do"), tuple(rows))
+    return Section("The machine, from pagoda npu doctor", ("!", "check!", "found", "what to do"), tuple(rows))
 
 
 def _style(status: str) -> str:

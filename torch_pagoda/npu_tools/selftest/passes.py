@@ -1,5 +1,5 @@
-"""The stage of passes: the model as transformers runs it on the device, then the graph after each pass, beside the
-CPU's logits."""
+"""The passes stage: compares transformers' logits on the device, and those of the graph after each pass, with the
+CPU's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def stage(**asked: Any) -> Items:
 
 
 def reference_of(asked: Asked) -> Reference:
-    """The model's logits on the CPU, with the tolerance that its own rounding there asks for."""
+    """The model's logits on the CPU, with the tolerance derived from its own rounding."""
     model = load(asked, torch.device("cpu"))
     reference = reference_of_model(model)
     with suppress(UnsupportedModel):  # every stage that captures the model says why
@@ -85,7 +85,7 @@ def _every_pass(
 
 
 class _ReportedChecks(list[PassCheck]):
-    """A list that reports its checks whenever one is appended."""
+    """A list that reports its checks after each append."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""Removal of what a report should not tell strangers: folders, addresses, the user, the host, the model's name.
+"""Removes private facts from a report: folders, addresses, the user, the host, the model's name.
 
-A report goes to somebody who has no device, perhaps in public. It has no prompts and no texts, since all tokens are
-drawn at random; what errors quote may hold the rest.
+Reports may become public. They contain no prompts and no texts, since all tokens are random; quoted errors may
+contain the rest.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?::\d{1,5})?(?![\w.])"
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(?:\.[\w-]+)+")
 _SHORTEST = 3
 _COMMON = frozenset({"root", "user", "users", "home", "localhost", "host", "npu", "admin", "ubuntu"})
-"""Names that say nothing of anybody, and are words."""
+"""Common user and host names, which identify nobody and are words."""
 
 
 def redacted(data: Any, secrets: Mapping[str, str]) -> Any:
-    """Data of JSON with every text redacted; the names of fields are ours and stay.
+    """JSON data with every text redacted; names of fields are ours and stay.
 
     Args:
-        data: it.
-        secrets: text → what stands in its place, such as the model's name; user, host and folders are known here.
+        data: the data.
+        secrets: text → its replacement, such as the model's name; user, host and folders are known here.
     """
     folders = {os.path.expanduser("~"): "[home]", os.getcwd(): "[folder]"}
     first, last = _replacer({**folders, **secrets}), _replacer(_names())
@@ -59,7 +59,7 @@ def _applied(data: Any, redact: _Redact) -> Any:
 
 
 def _replacer(secrets: Mapping[str, str]) -> _Redact:
-    """Puts other texts in the place of whole words and paths."""
+    """Replaces whole words and paths."""
     known = sorted((text for text in secrets if len(text) >= _SHORTEST), key=len, reverse=True)
     if not known:
         return lambda text: text

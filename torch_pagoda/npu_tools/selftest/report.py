@@ -1,4 +1,4 @@
-"""The report of a test: what was found, as data that JSON has, redacted."""
+"""The report of a test as JSON data, redacted."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Report:
-    """What a test found.
+    """The report of a test.
 
     Attributes:
-        data: all of it, redacted; see ``make_report``.
+        data: all findings, redacted; see ``make_report``.
     """
 
     data: Mapping[str, Any]
 
     @property
     def title(self) -> str:
-        """What was tested; where no device was, that comes first."""
+        """What was tested; a missing device is stated first."""
         architecture = self.data["model"].get("architecture", "a model")
         if self.data["stand_in"]:
             return f"No Ascend device was used: selftest of {architecture} on a stand-in"
@@ -38,37 +38,35 @@ class Report:
 
     @property
     def first_line(self) -> str:
-        """The first thing to read."""
+        """The first line of the report."""
         if self.data["stand_in"]:
             return (
-                f"No Ascend device was used: {self.data['stand_in']}. Nothing in here says anything of a device, and "
-                "the times are not a device's."
+                f"No Ascend device was used: {self.data['stand_in']}. No result in here applies to a device, and "
+                "the times are not those of a device."
             )
         return (
-            f"Made on {self.data['device'].get('device', 'a device that could not be opened')}, {self.data['when']}."
+            f"Run on {self.data['device'].get('device', 'a device that could not be opened')}, {self.data['when']}."
         )
 
     @property
     def verdict(self) -> str:
-        """The first thing that is not right, or that everything is."""
+        """The first failure, or that everything is right."""
         first = self.data["first_wrong"]
         if first is None:
-            return f"all {self.data['counts'].get(RIGHT, 0)} that were run are right"
-        return (
-            f"the first that is not right, of {first['stage']}: {first['item']}: {first['status']}, {first['reason']}"
-        )
+            return f"all {self.data['counts'].get(RIGHT, 0)} items that ran are right"
+        return f"first failure, in stage {first['stage']}: {first['item']}: {first['status']}, {first['reason']}"
 
     @property
     def is_right(self) -> bool:
-        """Nothing is wrong, failed, crashed, hung or left out."""
+        """Whether nothing is wrong, failed, crashed, hung or left out."""
         return self.data["first_wrong"] is None
 
     def write_json(self, path: Path) -> None:
-        """Write all of it."""
+        """Write the report as JSON."""
         _write(path, json.dumps(self.data, indent=1, allow_nan=False) + "\n")
 
     def write_html(self, path: Path) -> None:
-        """Write a page that needs nothing else."""
+        """Write the self-contained page."""
         from .page import page
 
         _write(path, page(self))
@@ -80,11 +78,11 @@ def make_report(
     facts: Mapping[str, Any],
     secrets: Mapping[str, str],
 ) -> Report:
-    """The report of outcomes.
+    """Make the report from outcomes.
 
     Args:
-        stages: stage → its outcomes, in the order in which they were run.
-        facts: what else is known: "when", "versions", "options", "doctor", "resumed".
+        stages: stage → its outcomes, in the order of the run.
+        facts: further facts: "when", "versions", "options", "doctor", "resumed".
         secrets: see ``redact.redacted``.
     """
     data: dict[str, list[dict[str, Any]]] = {
@@ -117,7 +115,7 @@ def make_report(
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file as a whole or not at all."""
+    """Write a file atomically."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The running of a test: its stages in order, the journal between them, and the report."""
+"""Runs a test: its stages in order, the journal between them, and the report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .supervise import PREPARE, Stage, run_stage
 __all__ = ["STAGES", "run_selftest"]
 
 STAGES = ("device", "operators", "passes", "graphs")
-"""In their order; the first says what is tested, and is always run."""
+"""In order; the first describes model and device, and always runs."""
 _FUNCTIONS = {
     "device": "torch_pagoda.npu_tools.selftest.model:stage",
     **{name: f"torch_pagoda.npu_tools.selftest.{name}:stage" for name in STAGES[1:]},
@@ -39,21 +39,21 @@ def run_selftest(
     """Run the stages, and write report.json and report.html.
 
     Args:
-        folder: where the journal and the reports lie; an unfinished one of the same test is gone on with.
-        asked: fields of ``model.Asked``, as JSON has them.
-        stages: of ``STAGES``.
-        seconds: without a word, after which an item counts as hung.
-        again: begin anew.
-        show: told the stage and the item that begins.
+        folder: folder of the journal and the reports; an unfinished test with the same parameters is continued.
+        asked: fields of ``model.Asked``, as JSON data.
+        stages: names from ``STAGES``.
+        seconds: without a message, after which an item counts as hung.
+        again: start over.
+        show: called with the stage and the item that begins.
         system: the machine.
 
     Raises:
-        ValueError: a stage that there is not, or no device, or a mistake in ``asked``, or another run in the folder.
+        ValueError: an unknown stage, no device, an invalid ``asked``, or another run in the folder.
         OSError: the folder cannot be written to.
     """
     for name in stages:
         if name not in STAGES:
-            raise ValueError(f"stage {name!r} is not known; there are {', '.join(STAGES)}")
+            raise ValueError(f"stage {name!r} is unknown; use one of {', '.join(STAGES)}")
     system = System() if system is None else system
     versions = {name: version for name in _VERSIONS if (version := system.version_of(name)) is not None}
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def _report(
 
 
 def _secrets(model: str) -> dict[str, str]:
-    """Spellings of the model's name, none of which leaves."""
+    """Spellings of the model's name, to redact."""
     names = {model, "models--" + model.replace("/", "--")}  # the latter in the cache of the hub
     with suppress(OSError, ValueError):
         path = Path(model).expanduser()

@@ -1,4 +1,4 @@
-"""The process that starts those of the stages, tells them what to run, and notices when they die or hang."""
+"""Runs the items of a stage in a process of its own, and detects when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .journal import CRASHED, FAILED, HUNG, NOT_RUN, RIGHT, WRONG, Journal, Outc
 __all__ = ["PREPARE", "Stage", "run_stage"]
 
 PREPARE = "prepare"
-"""The item that stands for making a stage's items."""
+"""The item for preparing a stage's items."""
 PREPARING = 1800.0
-"""Seconds that making a stage's items may take at least: a model is loaded, and run on the CPU."""
+"""Minimum seconds allowed to prepare a stage's items: a model is loaded, and run on the CPU."""
 _MOST_LOSSES = 5
 _MOST_BYTES = 64 * 2**20
 _SHOWN = 4096
@@ -30,12 +30,12 @@ _SHOWN = 4096
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the test.
+    """A stage of the test.
 
     Attributes:
-        name: of it.
-        function: "module:function" that makes its items in the process of the stage, see ``worker.Items``.
-        arguments: of the function, as JSON has them.
+        name: its name.
+        function: "module:function" that makes its items in the process of the stage; see ``worker.Items``.
+        arguments: arguments of the function, as JSON data.
     """
 
     name: str
@@ -46,16 +46,16 @@ class Stage:
 def run_stage(
     stage: Stage, journal: Journal, seconds: float, show: Callable[[str, str], None] = lambda stage, item: None
 ) -> list[Outcome]:
-    """Run the items of a stage that have no outcome yet, each after the other, whatever becomes of them.
+    """Run the items of a stage without an outcome, one after the other, whatever happens to them.
 
     Args:
-        stage: it.
-        journal: knows outcomes of an earlier run, and learns each new one.
-        seconds: without a word from an item, after which it counts as hung and its process is killed.
-        show: told what is under way.
+        stage: the stage.
+        journal: has the outcomes of an earlier run, and records new ones.
+        seconds: without a message of an item, after which it counts as hung and its process is killed.
+        show: called with the current item.
 
     Returns:
-        the outcomes, in the order of the items; first that of making them, where it is not right.
+        the outcomes, in the order of the items; first that of the preparation, if it failed.
     """
     losses = 0
     while True:
@@ -64,7 +64,7 @@ def run_stage(
         if unprepared or losses == _MOST_LOSSES or (plan is not None and done.keys() >= set(plan)):
             break
         losses += not _run_once(stage, journal, seconds, show)
-    reason = f"the process of this stage was lost {losses} times; look at pagoda npu doctor, then run again"
+    reason = f"the process of this stage was lost {losses} times; run pagoda npu doctor, then run again"
     for item in plan or ():
         if item not in done:
             why = "the stage could not be prepared again" if unprepared else reason
@@ -74,7 +74,8 @@ def run_stage(
 
 
 def _run_once(stage: Stage, journal: Journal, seconds: float, show: Callable[[str, str], None]) -> bool:
-    """Start the process of a stage and run what is left; False if the process was lost before all was run."""
+    """Start the process of a stage and run the remaining items; returns False if the process was lost before the
+    end."""
     child = _Child()
     item = PREPARE
 
@@ -123,13 +124,13 @@ class _Child:
     def run(
         self, item: str, request: Mapping[str, Any], seconds: float, noted: Callable[[dict[str, Any]], None]
     ) -> Outcome:
-        """What becomes of an item.
+        """Run an item and return its outcome.
 
         Args:
             item: its name.
-            request: what the process is told.
-            seconds: without a word, after which it counts as hung.
-            noted: takes what it says before it ends.
+            request: the message to the process.
+            seconds: without a message, after which it counts as hung.
+            noted: called with partial results.
         """
         began = time.monotonic()
         said: dict[str, Any] = {}
@@ -155,10 +156,10 @@ class _Child:
                 case {"lost": str(status), "reason": str(reason)}:
                     return ended(status, reason, {})
                 case _:
-                    return ended(CRASHED, "its process said something that is no answer", {})
+                    return ended(CRASHED, "its process sent an invalid message", {})
 
     def _answer(self, seconds: float) -> Any:
-        """The next message of the process; where there is none, that it is lost, ``CRASHED`` or ``HUNG``."""
+        """The next message of the process; if there is none, whether it is ``CRASHED`` or ``HUNG``."""
         until = time.monotonic() + seconds
         while True:
             has_ended, left = self._process.poll() is not None, until - time.monotonic()
@@ -168,8 +169,8 @@ class _Child:
                 return {"lost": CRASHED, "reason": self._end()}
             if left <= 0:
                 self._kill()
-                reason = f"nothing was heard of it for {seconds:g} s; its process was killed"
-                return {"lost": HUNG, "reason": f"{reason}; raise --timeout where it only takes long"}
+                reason = f"no message for {seconds:g} s; its process was killed"
+                return {"lost": HUNG, "reason": f"{reason}; raise --timeout if it is only slow"}
         try:
             return json.loads(self._pipe.recv_bytes(_MOST_BYTES))
         except (EOFError, OSError):  # the latter for messages beyond that limit, too
@@ -192,17 +193,17 @@ class _Child:
             self._process.wait(10)
 
     def _end(self) -> str:
-        """How the process ended, and the last that it wrote."""
+        """How the process ended, and its last output."""
         try:
             code = self._process.wait(10)
         except subprocess.TimeoutExpired:
             self._kill()
-            return "its process closed its end of the pipe and did not end"
-        how = f"its process ended with status {code}" if code >= 0 else f"its process died of {_signal(-code)}"
+            return "its process closed its end of the pipe and did not exit"
+        how = f"its process ended with status {code}" if code >= 0 else f"its process was killed by {_signal(-code)}"
         self._printed.seek(max(0, self._printed.seek(0, os.SEEK_END) - _SHOWN))
         lines = self._printed.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f"{how}; the last that it wrote: {last[:500]}" if last else how
+        return f"{how}; its last output: {last[:500]}" if last else how
 
 
 def _signal(number: int) -> str:

@@ -1,8 +1,8 @@
 """Calls of a lowered graph's attention at the size of the model's windows.
 
-No step that a whole model is exercised by has so many tokens; attention by itself is cheap. It gets the step's real
-metadata, and queries and caches that are drawn at random, but for the keys at the edges of the windows: queries look
-at these more than at all others together, so that a key too few or too many shows in the result.
+The steps for a whole model are shorter than its windows; attention by itself is cheap. It gets the step's real
+metadata, and random queries and caches, except for the keys at the edges of the windows: queries attend to these more
+than to all others together, so that a key too few or too many changes the result.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Shares: TypeAlias = Sequence[tuple[int, int]]
 _KERNELS = ("npu_fused_infer_attention_score", "npu_fused_infer_attention_score_v2")
 _BAND = 4
 _ATTENTION = 2.0
-"""Logarithm of how much more a query looks at a key at an edge than at all others together."""
+"""Log-ratio of a query's attention to an edge key and to all others together."""
 
 
 def window_calls(traced: TracedGraph, decode: TracedGraph | None = None) -> Iterator[tuple[OperatorCall, int]]:
-    """A call for each window and kind of step, and how many of the graph are like it.
+    """One call per window and kind of step, with the number of equal ones in the graph.
 
     Args:
         traced: a lowered graph with its weights.
-        decode: the graph of its steps of one token per sequence, where these have one.
+        decode: the graph of one-token steps, if there is a separate one.
     """
     longest = traced.max_positions or 1 << 30
     for graph, kinds in ((traced, ("prompts", "decode")[: 1 + (decode is None)]), (decode, ("decode",))):
@@ -53,7 +53,7 @@ def window_calls(traced: TracedGraph, decode: TracedGraph | None = None) -> Iter
 
 
 def window_of(node: fx.Node) -> int:
-    """Tokens that a call of attention looks back over, its query's own included; 0 for all, and for other nodes."""
+    """Window of an attention call in tokens, the query's own included; 0: no window, and for other nodes."""
     if node.op != "call_function" or callee(node) not in _KERNELS:
         return 0
     if node.kwargs.get("sparse_mode") == _BAND:
@@ -64,19 +64,19 @@ def window_of(node: fx.Node) -> int:
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
-    """What calls that differ in nothing but their layer have in common."""
+    """Signature of calls that differ in their layer only."""
     dims = [tuple(size for size in shape(given) if isinstance(size, int)) for given in node.args]
     return callee(node), window_of(node), plain_arguments(node.kwargs), tuple(dims)
 
 
 def plain_arguments(kwargs: Mapping[str, Any]) -> tuple[tuple[str, int | float | str], ...]:
-    """Names and values of those arguments of a call that are numbers or words."""
+    """Names and values of a call's number and string arguments."""
     return tuple((name, given) for name, given in kwargs.items() if isinstance(given, int | float | str))
 
 
 def _shares(kind: str, window: int, longest: int) -> Shares:
-    """Sequences that have passed the window, that pass it in the step, that reach it and that do not; none where no
-    sequence is longer than the window."""
+    """Sequences past the window, passing it in the step, reaching it, and shorter; empty if no sequence can exceed
+    the window."""
     if window >= longest:
         return []
     if kind == "decode":
@@ -86,12 +86,12 @@ def _shares(kind: str, window: int, longest: int) -> Shares:
 
 
 class _Call:
-    """A call of a graph with a step of its own.
+    """A call of a graph in a step of its own.
 
     Args:
         traced: the graph.
-        node: the call.
-        window: of it.
+        node: the call's node.
+        window: its window.
         shares: the sequences.
     """
 
@@ -118,7 +118,7 @@ class _Call:
         self._activations = self._depending_on_tokens()
 
     def made(self, kind: str) -> OperatorCall:
-        """The call with what is right for it."""
+        """The call with its correct results."""
         node = self._node
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
         with torch.inference_mode():
@@ -141,7 +141,7 @@ class _Call:
         )
 
     def _depending_on_tokens(self) -> set[fx.Node]:
-        """The nodes that depend on which tokens a step has, not only on how many."""
+        """Nodes that depend on the tokens of a step, not only on their number."""
         names = (self._traced.input_ids, self._traced.position_ids)
         found = {node for node in self._traced.placeholders if node.name in names}
         for node in self._traced.graph.nodes:
@@ -193,7 +193,7 @@ class _Call:
         return scale.transpose(1, 2).contiguous() if like.shape[1] == rows.shape[2] else scale
 
     def _rows(self, node: fx.Node) -> torch.Tensor:
-        """``[blocks, tokens, heads, dims]`` of numbers, the same whenever it is asked for."""
+        """``[blocks, tokens, heads, dims]`` of numbers, the same at each call."""
         is_key = node is self._key_cache
         size, heads, dims = (int(part) for part in shape(node)[1:])
         generator = torch.Generator().manual_seed(1 + is_key)

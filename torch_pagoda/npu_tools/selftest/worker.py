@@ -1,7 +1,7 @@
-"""The process of a stage: it makes the stage's items, then runs those that it is told to, one after the other.
+"""The process of a stage: prepares the stage's items, then runs the requested ones, one after the other.
 
-Requests and answers are JSON over a pipe whose number it is given; libraries print where its parent looks for last
-words. Nothing heavy is imported here, so that a stage decides itself what it needs.
+Requests and answers are JSON over a pipe; stdout and stderr of libraries go to the parent, which quotes their end.
+Nothing heavy is imported here: each stage imports what it needs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeAlias
 
 Progress: TypeAlias = Callable[[dict[str, Any]], None]
-"""Takes what was found so far; that an item still runs is known by it, too."""
+"""Called with partial results, also as a sign of life."""
 Items: TypeAlias = Mapping[str, Callable[[Progress], dict[str, Any]]]
-"""Name of an item → runs it, and returns its result as JSON has it; "wrong" in it is why it is wrong, or ""."""
+"""Name of an item → runs it, and returns its result as JSON data; its "wrong" is the reason why it is wrong, or
+""."""
 
 _PR_SET_PDEATHSIG = 1
 _LONGEST = 2000
@@ -57,8 +58,7 @@ def main() -> None:
 
 
 def _failure(error: Exception) -> dict[str, Any]:
-    """An error in words, with its remedy where one is known; "fatal" where the process cannot go on with the
-    device."""
+    """An error as text, with its remedy if one is known; "fatal" if the process can no longer use the device."""
     from ...runtime.npu_errors.device_lost import lost_reason
     from ...runtime.npu_errors.remedies import DeviceError, explain
 

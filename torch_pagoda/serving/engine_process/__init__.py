@@ -1,1 +1,1 @@
-"""The engine behind a socket: messages, the process that runs it, and the client that asks it."""
+"""The engine in a process of its own: messages, the engine process, and its client in the API process."""

@@ -8,11 +8,11 @@ from typing import Any, Literal, Protocol
 from .wire import Delta, Hello, Submit
 
 EngineState = Literal["loading", "ready", "dead"]
-"""``"dead"``: it ended and does not come back; while a new one is started it is ``"loading"``."""
+"""``"dead"``: the engine has ended and is not restarted; while a new one starts, the state is ``"loading"``."""
 
 
 class EngineUnavailable(RuntimeError):
-    """Nothing can be submitted: the engine loads or is dead; ``state`` says which."""
+    """The engine is loading or dead (see ``state``), so nothing can be submitted."""
 
     def __init__(self, state: EngineState, message: str) -> None:
         super().__init__(message)
@@ -20,11 +20,11 @@ class EngineUnavailable(RuntimeError):
 
 
 class EngineDied(RuntimeError):
-    """The engine ended while a request was under way."""
+    """The engine ended while a request was running."""
 
 
 class RequestRefused(ValueError):
-    """The engine did not take a submission.
+    """The engine rejected a submission.
 
     Attributes:
         code: as in ``wire.Refused``.
@@ -39,65 +39,65 @@ class DeltaStream(Protocol):
     """The deltas of one submission."""
 
     async def next(self) -> list[Delta]:
-        """Wait for news; returns all of it, in at most one delta for each completion.
+        """Wait for new deltas and return all of them, at most one for each completion.
 
-        What comes while nobody waits is merged, so a slow reader holds no more than the text itself. After the last
-        delta of every completion nothing more comes.
+        Deltas that arrive while nobody waits are merged, so a slow reader holds no more than the text itself. After
+        the last delta of every completion, nothing more arrives.
 
         Raises:
-            RequestRefused: with the first call, if at all.
-            EngineDied: the engine ended; what it had sent has been returned by earlier calls.
+            RequestRefused: only from the first call.
+            EngineDied: the engine ended; earlier calls have returned what it sent.
         """
         ...
 
     def cancel(self) -> None:
-        """Say that nobody reads any more; nothing happens when it has ended. Its blocks are free a step later."""
+        """Cancel the request, a no-op after its end. The engine frees its blocks one step later."""
         ...
 
 
 class EngineClient(Protocol):
-    """One engine, wherever it runs. All of it is called from one event loop."""
+    """A client of one engine, wherever it runs. Call it from one event loop only."""
 
     @property
     def state(self) -> EngineState:
-        """Whether it takes submissions."""
+        """Whether the engine accepts submissions."""
         ...
 
     @property
     def hello(self) -> Hello:
-        """Facts about the engine; raises ``EngineUnavailable`` before the first one was ready."""
+        """Facts about the engine; raises ``EngineUnavailable`` until an engine has been ready."""
         ...
 
     @property
     def stats(self) -> Mapping[str, int | float]:
-        """The latest figures; those that count up go on counting when the engine is started again.
+        """The latest statistics; counters keep counting across engine restarts.
 
-        See ``Engine.stats``; and ``restarts``, how often a new engine was started.
+        See ``Engine.stats``; ``restarts`` counts the engines started after the first.
         """
         ...
 
     @property
     def seconds_since_heard(self) -> float:
-        """Seconds since the engine last said anything (0 if nothing was expected of it)."""
+        """Seconds since the engine's last message (0 if no message was due)."""
         ...
 
     def submit(self, submit: Submit) -> DeltaStream:
-        """Send a submission; refusals come with the stream's first ``next``.
+        """Send a submission; a refusal is raised by the stream's first ``next``.
 
         Raises:
-            EngineUnavailable: it loads or is dead.
+            EngineUnavailable: the engine is loading or dead.
         """
         ...
 
     async def ask(self, what: str, timeout: float = 10.0) -> Any:
-        """Ask the engine, see ``wire.Ask``.
+        """Ask the engine; see ``wire.Ask``.
 
         Raises:
-            EngineUnavailable: it loads or is dead.
-            TimeoutError: no answer came in time.
+            EngineUnavailable: the engine is loading or dead.
+            TimeoutError: the engine did not answer in time.
         """
         ...
 
     async def close(self) -> None:
-        """End the engine and wait for that."""
+        """End the engine and wait for its end."""
         ...

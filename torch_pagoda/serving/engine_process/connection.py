@@ -1,4 +1,4 @@
-"""The event loop's end of a socket to an engine: messages out, messages in, and the moment when it is lost."""
+"""The event loop's end of a socket to an engine: sends messages, receives messages, detects the loss."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from .framing import FrameReader, FrameTooLong, FrameWriter
 from .wire import FromEngine, Start, ToEngine
 
 MAX_UNSENT = 64 * 2**20
-"""Bytes that may wait for the engine to read them."""
+"""Bytes that may wait until the engine reads them."""
 
 
 class NotTaken(RuntimeError):
-    """The engine does not read what it is sent."""
+    """The engine does not read its messages."""
 
 
 class EngineConnection:
-    """Sends to one engine and hears from it, in the running event loop.
+    """Sends messages to one engine and receives its messages, in the running event loop.
 
     Args:
-        sock: a connected stream socket; it is closed with this.
+        sock: a connected stream socket; closed with this object.
         on_message: called with each message.
-        on_lost: called once with the reason, when the engine has closed its end or sent what is not a message.
+        on_lost: called once with the reason, when the engine closes its end or sends an invalid message.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class EngineConnection:
         self._loop.add_reader(sock, self._read)
 
     def send(self, message: ToEngine | Start) -> None:
-        """Send a message, or let it wait until the engine reads; nothing happens when the engine is lost.
+        """Send a message, or queue it until the engine reads; a no-op after the engine is lost.
 
         Raises:
-            NotTaken: too much waits already.
-            FrameTooLong: the message is longer than one may be.
+            NotTaken: too many bytes wait already.
+            FrameTooLong: the message exceeds the maximum frame.
         """
         if not self._is_open:
             return
         if self._writer.num_unsent > MAX_UNSENT:
-            raise NotTaken(f"{self._writer.num_unsent} bytes wait for the engine, which does not read")
+            raise NotTaken(f"{self._writer.num_unsent} bytes wait; the engine does not read them")
         self._writer.put(self._encoder.encode(message))
         if not self._is_writing:
             self._write()
@@ -87,7 +87,7 @@ class EngineConnection:
                 if self._is_open:
                     self._on_message(message)
         except (DecodeError, FrameTooLong, RecursionError) as error:
-            self._lose(f"the engine sent what is not a message ({error})")
+            self._lose(f"the engine sent an invalid message ({error})")
             return
         if not is_open:
             self._lose("the engine has ended")

@@ -1,4 +1,4 @@
-"""Figures of engines that follow each other, as those of one: what counts up goes on where the last one stopped."""
+"""Statistics over engine restarts: counters continue where the previous engine stopped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ COUNTERS = frozenset(
         *(f"synchronous_steps_{reason}" for reason in REASONS),
     }
 )
-"""Names in ``Engine.stats`` that only grow."""
+"""Keys of ``Engine.stats`` that only grow."""
 
 _OF_THE_LIVING = (
     *("running", "queue_length", "queue_tokens", "blocks_used", "host_blocks_used", "state_slots_used"),
 )
-"""What a dead engine has none of."""
+"""Keys that are 0 while no engine runs."""
 
 
 class Counters:
-    """Adds the totals of former engines to those of the one that runs."""
+    """Adds the totals of former engines to those of the running one."""
 
     def __init__(self) -> None:
         self.restarts = 0
@@ -38,18 +38,18 @@ class Counters:
 
     @property
     def stats(self) -> Mapping[str, int | float]:
-        """All figures, and ``restarts``."""
+        """All statistics, and ``restarts``."""
         return self._sum
 
     def update(self, stats: Mapping[str, int | float]) -> None:
-        """Take the figures of the engine that runs."""
+        """Record the statistics of the running engine."""
         self._latest = dict(stats)
         former = self._former
         self._sum = {name: value + former.get(name, 0) for name, value in stats.items()}
         self._sum["restarts"] = self.restarts
 
     def end(self) -> None:
-        """The engine has ended; the next one begins at 0."""
+        """Note that the engine has ended; the next one counts from 0."""
         for name in COUNTERS & self._latest.keys():
             self._former[name] = self._former.get(name, 0) + self._latest[name]
         self._latest = {}
@@ -58,6 +58,6 @@ class Counters:
                 self._sum[name] = 0
 
     def restart(self) -> None:
-        """A new engine is started."""
+        """Count the start of a new engine."""
         self.restarts += 1
         self._sum["restarts"] = self.restarts

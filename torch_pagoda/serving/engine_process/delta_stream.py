@@ -1,4 +1,4 @@
-"""The deltas of one submission on their way to whoever waits for them: merged while nobody does."""
+"""The deltas of one submission, merged until the reader takes them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MANY_PARTS = 64
 
 
 class _Merged:
-    """Several deltas of one completion that nobody has taken yet, as one."""
+    """Several unread deltas of one completion, merged."""
 
     __slots__ = ("_parts", "delta")
 
@@ -20,7 +20,7 @@ class _Merged:
         self._parts: list[str] = []
 
     def add(self, newer: Delta) -> None:
-        """Put a later delta of the same completion behind it."""
+        """Append a later delta of the same completion."""
         delta = self.delta
         if newer.text:
             self._parts.append(newer.text)
@@ -48,12 +48,12 @@ class _Merged:
 
 
 class MergedDeltas:
-    """A ``DeltaStream`` that is filled from the same event loop.
+    """A ``DeltaStream`` filled from the same event loop.
 
     Args:
-        request_id: of the submission.
-        num_prompts: how many prompts it has.
-        on_cancel: called with the id when the reader loses interest.
+        request_id: id of the submission.
+        num_prompts: number of its prompts.
+        on_cancel: called with the id when the reader cancels.
     """
 
     def __init__(self, request_id: str, num_prompts: int, on_cancel: Callable[[str], None]) -> None:
@@ -66,11 +66,11 @@ class MergedDeltas:
 
     @property
     def is_complete(self) -> bool:
-        """The last delta of every completion has come, or none comes any more."""
+        """True when every completion has had its last delta, or no more can come."""
         return self._unfinished <= 0 or self._failure is not None
 
     async def next(self) -> list[Delta]:
-        """See ``DeltaStream``; an empty list when all deltas have been taken."""
+        """See ``DeltaStream``; an empty list after all deltas were read."""
         while not self._pending:
             if self._failure is not None:
                 raise self._failure
@@ -87,7 +87,7 @@ class MergedDeltas:
             self._on_cancel(self.request_id)
 
     def put(self, delta: Delta) -> None:
-        """Take a delta from the engine."""
+        """Append a delta from the engine."""
         if self._unfinished <= 0 or self._failure is not None:
             return
         key = delta.prompt_index, delta.index
@@ -103,7 +103,7 @@ class MergedDeltas:
             self._unfinished -= 1
 
     def fail(self, error: Exception) -> None:
-        """Let nothing come any more; what has come can still be read, then ``error`` is raised."""
+        """End the stream: what has arrived can still be read, then ``error`` is raised."""
         if not self.is_complete:
             self._failure = error
             self._news.set()

@@ -1,4 +1,4 @@
-"""Frames on a stream socket: a length of four bytes, big-endian, and so many bytes; bounded both ways."""
+"""Frames on a stream socket: a length of four bytes, big-endian, then that many bytes; bounded both ways."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections import deque
 from collections.abc import Iterator
 
 MAX_FRAME = 32 * 2**20
-"""Bytes of a frame; a longer one is not sent, and where one comes the other side cannot be trusted."""
+"""Maximum bytes of a frame. A longer one is not sent; a peer that announces one cannot be trusted."""
 
 _LENGTH = 4
 _READ = 2**16
 
 
 class FrameTooLong(ValueError):
-    """A frame is longer than it may be."""
+    """A frame exceeds the maximum length."""
 
 
 class FrameReader:
-    """Cuts what comes from a socket into frames.
+    """Splits received bytes into frames.
 
     Args:
-        max_frame: bytes of the longest that is taken.
+        max_frame: maximum bytes of a frame.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
@@ -29,10 +29,10 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes as they come; yields each frame that is complete, without its length.
+        """Append received bytes; yields each complete frame, without its length.
 
         Raises:
-            FrameTooLong: a frame says that it is longer than ``max_frame``; nothing after it can be read.
+            FrameTooLong: a frame announces more than ``max_frame`` bytes; nothing after it can be read.
         """
         self._buffer += data
         start = 0
@@ -40,7 +40,7 @@ class FrameReader:
             while len(self._buffer) - start >= _LENGTH:
                 length = int.from_bytes(self._buffer[start : start + _LENGTH], "big")
                 if length > self.max_frame:
-                    raise FrameTooLong(f"a frame of {length} bytes comes, at most {self.max_frame} are taken")
+                    raise FrameTooLong(f"received a frame of {length} bytes; the maximum is {self.max_frame}")
                 end = start + _LENGTH + length
                 if len(self._buffer) < end:
                     return
@@ -51,7 +51,7 @@ class FrameReader:
             del self._buffer[:start]
 
     def receive(self, sock: socket.socket, most: int = 4 * 2**20) -> tuple[list[bytes], bool]:
-        """Read what a non-blocking socket has, about ``most`` bytes at once.
+        """Read the available bytes of a non-blocking socket, about ``most`` at once.
 
         Returns:
             The complete frames, and whether the other side can still send.
@@ -78,32 +78,32 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Sends frames on a non-blocking socket and keeps what it does not take yet.
+    """Sends frames on a non-blocking socket and keeps the bytes that the socket does not accept yet.
 
     Args:
-        max_frame: bytes of the longest that is sent.
+        max_frame: maximum bytes of a frame.
     """
 
     def __init__(self, max_frame: int = MAX_FRAME) -> None:
         self.max_frame = max_frame
         self.num_unsent = 0
-        """Bytes that wait."""
+        """Unsent bytes."""
         self._unsent: deque[memoryview] = deque()
 
     def put(self, frame: bytes | bytearray) -> None:
-        """Let a frame wait for the next ``send``.
+        """Queue a frame for the next ``send``.
 
         Raises:
-            FrameTooLong: it is longer than ``max_frame``.
+            FrameTooLong: the frame exceeds ``max_frame``.
         """
         if len(frame) > self.max_frame:
-            raise FrameTooLong(f"a frame of {len(frame)} bytes is not sent, at most {self.max_frame} are")
+            raise FrameTooLong(f"cannot send a frame of {len(frame)} bytes; the maximum is {self.max_frame}")
         data = len(frame).to_bytes(_LENGTH, "big") + frame
         self._unsent.append(memoryview(data))
         self.num_unsent += len(data)
 
     def send(self, sock: socket.socket) -> bool:
-        """Send as much as the socket takes at once; returns whether the other side is there."""
+        """Send as many bytes as the socket accepts at once; returns whether the peer is still there."""
         while self._unsent:
             first = self._unsent[0]
             try:

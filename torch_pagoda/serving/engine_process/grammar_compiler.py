@@ -1,4 +1,4 @@
-"""Grammars on their way into the engine: compiled on a thread, while the loop runs the steps of other requests."""
+"""Compiles grammars for the engine on a thread, while the loop runs the steps of other requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class GrammarCompiler:
-    """Compiles one grammar after the other, most of the time without holding the interpreter's lock.
+    """Compiles grammars one after the other, mostly without holding the GIL.
 
-    A selector can wait for it: it is readable when something is done.
+    Readable for a selector when a grammar is done.
 
     Args:
-        engine: that the grammars are for.
+        engine: the engine that uses the grammars.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,20 +32,20 @@ class GrammarCompiler:
         self._news, self._say = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def fileno(self) -> int:
-        """Of what becomes readable."""
+        """The file descriptor that becomes readable."""
         return self._news
 
     def compile(self, submit: Submit, params: SamplingParams) -> None:
-        """Begin with the grammar of a submission."""
+        """Start to compile the grammar of a submission."""
         self._waiting[submit.request_id] = submit
         self._thread.submit(self._compile, submit.request_id, params)
 
     def forget(self, request_id: str) -> bool:
-        """Let a submission not come back; False if it is not here."""
+        """Drop a submission; returns False if it is not queued here."""
         return self._waiting.pop(request_id, None) is not None
 
     def done(self) -> list[tuple[Submit, str | None]]:
-        """Submissions whose grammars are compiled, or were refused: then with the reason; each comes once."""
+        """Submissions whose grammars are compiled, or refused with a reason; each is returned once."""
         with suppress(BlockingIOError):
             os.read(self._news, 4096)
         found = []
@@ -57,13 +57,13 @@ class GrammarCompiler:
         return found
 
     def close(self) -> None:
-        """Take no more; called when the selector is done with this."""
+        """Stop, once the selector no longer uses this object."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         os.close(self._news)
         os.close(self._say)
 
     def _compile(self, request_id: str, params: SamplingParams) -> None:
-        refusal: str | None = "the engine cannot take this grammar"
+        refusal: str | None = "the engine failed to compile this grammar"
         try:
             if request_id in self._waiting:
                 self._engine.compile_grammar(params)
@@ -71,7 +71,7 @@ class GrammarCompiler:
         except ValueError as error:
             refusal = str(error)
         except BaseException:  # a panic of llguidance is not an Exception; whoever waits must hear of it
-            logger.exception("a grammar failed")
+            logger.exception("failed to compile a grammar")
         self._done.append((request_id, refusal))
         with suppress(BlockingIOError):  # where it is full it can be read already
             os.write(self._say, b"\0")

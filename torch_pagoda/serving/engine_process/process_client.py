@@ -1,4 +1,4 @@
-"""An engine in a process of its own, which is started again when it dies."""
+"""An engine in a process of its own, restarted when it dies."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _WATCH_SECONDS = 0.5
 
 
 class ProcessClient(SocketClient):
-    """An ``EngineClient`` over a process that it starts, watches, starts again and ends.
+    """An ``EngineClient`` that starts an engine process, watches it, restarts it and ends it.
 
-    An engine that dies before the first one was ready is not started again: whatever is wrong would be so again.
+    If the first engine dies before it is ready, it is not restarted: the cause would still be there.
 
     Args:
-        argv: the command of the engine process; the number of its socket's file descriptor is added at the end.
-        start: what it is told to load.
-        restarts: how often another is started; None: three times in ten minutes.
-        load_seconds: how long one may take until it is ready.
-        end_seconds: how long it may take to end by itself before it is killed.
+        argv: the command of the engine process; the file descriptor of its socket is appended.
+        start: the model and options to load.
+        restarts: the allowed restarts; None: three in ten minutes.
+        load_seconds: maximum seconds until the engine is ready.
+        end_seconds: seconds that the process has to exit before it is killed.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class ProcessClient(SocketClient):
 
     @property
     def pid(self) -> int | None:
-        """Of the engine process; None while there is none."""
+        """The process id; None while there is no process."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
-        """Start the process; ``wait_ready`` waits until it takes submissions.
+        """Start the process; ``wait_ready`` waits until it accepts submissions.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process could not be started.
         """
         self._launch()
         self._task = asyncio.create_task(self._supervise(), name="pagoda-engine-supervisor")
 
     async def close(self) -> None:
-        """End the process and wait for that; what is under way fails with ``EngineDied``."""
+        """End the process and wait for its end; running requests fail with ``EngineDied``."""
         self._set_state("dead")
         self._disconnect("the engine was closed")
         self._is_lost.set()
@@ -84,13 +84,13 @@ class ProcessClient(SocketClient):
                 if self._state == "dead":
                     return
                 if self._hello is None or not self._restarts.allows_one():
-                    logger.error("the engine process ended with status %d and is not started again", status)
+                    logger.error("the engine process ended with status %d and is not restarted", status)
                     return
-                logger.warning("the engine process ended with status %d; another is started", status)
+                logger.warning("the engine process ended with status %d; restarting it", status)
                 self._counters.restart()
                 self._launch()
         except Exception:
-            logger.exception("the engine process cannot be started again")
+            logger.exception("the engine process could not be restarted")
         finally:
             if self._process is not None:
                 self._process.kill()

@@ -1,4 +1,4 @@
-"""An engine at the other end of a socket, as the API process sees it; where that engine runs is left open."""
+"""A client of an engine at the other end of a socket; where that engine runs is left to subclasses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SocketClient(ABC):
-    """The part of an ``EngineClient`` that talks to one engine after the other; see there for the methods."""
+    """The part of an ``EngineClient`` that talks to the current engine; see there for the methods."""
 
     def __init__(self) -> None:
         self._state: EngineState = "loading"
@@ -43,7 +43,7 @@ class SocketClient(ABC):
     @property
     def hello(self) -> Hello:
         if self._hello is None:
-            raise EngineUnavailable(self._state, "the engine has not been ready yet; wait for it")
+            raise EngineUnavailable(self._state, "the engine is still loading; wait until it is ready")
         return self._hello
 
     @property
@@ -57,10 +57,10 @@ class SocketClient(ABC):
         return time.monotonic() - max(self._heard, self._expected_since)
 
     async def wait_ready(self) -> Hello:
-        """Wait until the engine takes submissions.
+        """Wait until the engine accepts submissions.
 
         Raises:
-            EngineDied: it ended before, and does not come back.
+            EngineDied: the engine ended before it was ready, and is not restarted.
         """
         while self._state == "loading":
             self._changed.clear()
@@ -70,7 +70,7 @@ class SocketClient(ABC):
         return self.hello
 
     async def wait_dead(self) -> None:
-        """Wait until there is no engine any more and none is started again."""
+        """Wait until the engine has ended for good."""
         while self._state != "dead":
             self._changed.clear()
             await self._changed.wait()
@@ -83,7 +83,7 @@ class SocketClient(ABC):
         try:
             connection.send(submit)
         except (OverflowError, UnicodeEncodeError) as error:
-            stream.fail(RequestRefused("invalid", f"the request holds what cannot be passed on: {error}"))
+            stream.fail(RequestRefused("invalid", f"the request has a value that cannot be serialized: {error}"))
         except FrameTooLong as error:
             stream.fail(RequestRefused("invalid", f"the request is too long: {error}"))
         except NotTaken as error:
@@ -119,7 +119,7 @@ class SocketClient(ABC):
         return self._connection
 
     def _disconnect(self, reason: str) -> None:
-        """Close the socket, which ends the engine, and fail all that wait for it."""
+        """Close the socket, which ends the engine, and fail all waiting requests."""
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
@@ -135,7 +135,7 @@ class SocketClient(ABC):
 
     @abstractmethod
     def _lost(self) -> None:
-        """The engine has ended by itself; called after all that waited for it has failed."""
+        """Called when the engine has ended by itself, after all waiting requests have failed."""
 
     def _lose(self, reason: str) -> None:
         logger.error("%s", reason)
@@ -151,7 +151,7 @@ class SocketClient(ABC):
     def _take(self, message: FromEngine) -> None:
         self._heard = time.monotonic()
         if isinstance(message, Hello) != (self._state == "loading"):
-            self._lose("the engine is out of order: it says once, and first, that it is ready")
+            self._lose("the engine broke the protocol: its first message, and no other, must say that it is ready")
         elif isinstance(message, Hello):
             self._greet(message)
         else:
@@ -159,7 +159,7 @@ class SocketClient(ABC):
 
     def _greet(self, hello: Hello) -> None:
         if hello.version != WIRE_VERSION:
-            self._lose(f"the engine speaks version {hello.version} of the messages, this is {WIRE_VERSION}")
+            self._lose(f"the engine uses wire version {hello.version}, this process {WIRE_VERSION}")
             return
         self._hello = hello
         self._counters.update(hello.stats)
@@ -197,7 +197,7 @@ class SocketClient(ABC):
             try:
                 self._connection.send(Cancel([request_id]))
             except NotTaken:
-                logger.warning("request %s cannot be cancelled: the engine does not read", request_id)
+                logger.warning("could not cancel request %s: the engine does not read its messages", request_id)
 
     def _expect(self) -> None:
         if self._expected_since is None:

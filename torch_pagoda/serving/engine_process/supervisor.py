@@ -1,4 +1,4 @@
-"""Engine processes: how one is started and ended, and how often another is."""
+"""Starts and ends engine processes, and limits their restarts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _POLL_SECONDS = 0.05
 class EngineProcess:
     """One engine process, started here, with a socket to it.
 
-    It has no terminal's signals, as it leads a session of its own; its stdout goes to stderr, which is ours. It ends
-    when the socket is closed, whoever closes it: also when this process is killed.
+    It leads a session of its own, so terminal signals do not reach it; its stdout goes to our stderr. It exits when
+    the socket is closed, also if this process is killed.
 
     Args:
-        argv: the command; the number of its socket's file descriptor is added at the end.
+        argv: the command; the file descriptor of its socket is appended.
 
     Attributes:
         sock: our end of the socket.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process could not be started.
     """
 
     def __init__(self, argv: Sequence[str]) -> None:
@@ -49,22 +49,23 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process, and of its group."""
+        """The process id, also the id of its group."""
         return self._process.pid
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs; negative: the signal that ended it."""
+        """The exit status; None while it runs; negative: the signal that ended it."""
         return self._process.poll()
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit status."""
+        """Wait for the exit; returns the status."""
         while (status := self._process.poll()) is None:
             await asyncio.sleep(_POLL_SECONDS)
         return status
 
     async def end(self, seconds: float) -> int:
-        """Wait for its end after the socket was closed, kill it when that takes longer, and end its children.
+        """Wait for the exit after the socket was closed, kill the process if that takes too long, and end its
+        children.
 
         Returns:
             The exit status.
@@ -78,7 +79,7 @@ class EngineProcess:
         return status
 
     def kill(self) -> None:
-        """End it at once, with its children."""
+        """Kill the process and its children."""
         self._kill_group()
         with suppress(OSError):
             self._process.kill()
@@ -89,12 +90,12 @@ class EngineProcess:
 
 
 class RestartLimit:
-    """So many restarts in so many seconds.
+    """A limit on restarts per time.
 
     Args:
-        most: how many; 0 for none at all.
-        seconds: in any stretch of this length.
-        clock: seconds.
+        most: maximum restarts; 0: none.
+        seconds: length of the sliding window.
+        clock: the current time in seconds.
     """
 
     def __init__(self, most: int = 3, seconds: float = 600.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +105,7 @@ class RestartLimit:
         self._times: deque[float] = deque()
 
     def allows_one(self) -> bool:
-        """Whether there may be another one now; if so, it counts."""
+        """Whether another restart is allowed now; if so, count it."""
         now = self._clock()
         while self._times and self._times[0] <= now - self.seconds:
             self._times.popleft()

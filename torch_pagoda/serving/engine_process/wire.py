@@ -1,8 +1,8 @@
-"""Messages between the API process and the engine process, in msgpack: one list each way in a step.
+"""Messages between the API process and the engine process, in msgpack: one list each way per step.
 
-A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine`` messages, to an
-engine process of its own a ``Start`` first. The engine process sends ``FromEngine`` messages: a ``Hello`` when its
-model is ready, then a ``Step`` whenever there is anything to say.
+A frame is a length of four bytes, big-endian, and one message. The API process sends ``ToEngine`` messages, a
+``Start`` first. The engine process sends ``FromEngine`` messages: a ``Hello`` when its model is ready, then a
+``Step`` whenever there is news.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from msgspec import Struct
 from ...runtime.requests.request import FinishReason
 
 WIRE_VERSION = 1
-"""Of these messages; both sides must have the same."""
+"""Version of the messages; both sides must have the same one."""
 
 
 EXIT_DONE = 0
-"""Exit status of an engine process whose socket was closed."""
+"""Exit status after the API process closed the socket."""
 EXIT_BAD_MESSAGE = 65
-"""That of one to which something came that is not a message (EX_DATAERR of sysexits.h)."""
+"""Exit status after an invalid message (EX_DATAERR of sysexits.h)."""
 EXIT_BROKEN = 70
-"""That of one whose steps fail again and again, or to which nobody listens (EX_SOFTWARE)."""
+"""Exit status after repeated failures of steps, or when nobody reads (EX_SOFTWARE)."""
 
 
 class Start(Struct, array_like=True, frozen=True, tag="start"):
     """The model that an engine process loads.
 
     Attributes:
-        model: the folder or hub id.
-        tokenizer: likewise; None: the model's.
-        options: keywords of ``LLM``, as plain values.
-        log_level: of ``logging``, by name.
+        model: folder or hub id of the model.
+        tokenizer: folder or hub id of the tokenizer; None: the model's.
+        options: keyword arguments of ``LLM``, as plain values.
+        log_level: name of the ``logging`` level.
         version: ``WIRE_VERSION``.
         log_format: "text" or "json".
     """
@@ -46,14 +46,14 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
 
 
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):
-    """One or more prompts that are taken together, or refused together.
+    """One or more prompts, accepted or refused together.
 
     Attributes:
-        request_id: the API process's name for them, which no unfinished request has.
-        prompts: token ids of each.
-        params: fields of ``SamplingParams`` by name; what is left out has its default.
+        request_id: the API process's id; no other unfinished request has it.
+        prompts: token ids of each prompt.
+        params: fields of ``SamplingParams`` by name; missing fields have their defaults.
         options: fields of ``RequestOptions``, likewise.
-        streams: deltas are wanted as they come; else each completion has one, at its end.
+        streams: send deltas as they arise; else one delta for each completion, at its end.
     """
 
     request_id: str
@@ -64,16 +64,16 @@ class Submit(Struct, array_like=True, frozen=True, tag="submit"):
 
 
 class Cancel(Struct, array_like=True, frozen=True, tag="cancel"):
-    """The end of requests that nobody waits for; ids that are not known are passed over."""
+    """Cancels requests; unknown ids are ignored."""
 
     request_ids: list[str]
 
 
 class Ask(Struct, array_like=True, frozen=True, tag="ask"):
-    """A question to the engine, answered between two steps.
+    """A query to the engine, answered between two steps.
 
     Attributes:
-        call_id: comes back with the ``Answer``.
+        call_id: repeated in the ``Answer``.
         what: ``"ping"``, ``"stats"``, ``"profile"`` or ``"reset_prefix_cache"``.
     """
 
@@ -82,10 +82,10 @@ class Ask(Struct, array_like=True, frozen=True, tag="ask"):
 
 
 class TokenLogprob(Struct, array_like=True, frozen=True):
-    """A token's log-probability (natural logarithm), its rank (1: the likeliest) and its text by itself.
+    """A token's log-probability (natural logarithm), its rank (1: the most likely) and its text by itself.
 
     Attributes:
-        added: what it added to the text of the completion, of generated tokens; see ``Logprob.added_text``.
+        added: the text that a generated token added to the completion; see ``Logprob.added_text``.
     """
 
     token_id: int
@@ -96,14 +96,14 @@ class TokenLogprob(Struct, array_like=True, frozen=True):
 
 
 class RequestTimes(Struct, array_like=True, frozen=True):
-    """Times of one prompt's request, all completions together, in seconds.
+    """Times of one prompt's request, over all its completions, in seconds.
 
     Attributes:
         queue: from arrival to the first step.
         prefill: from the first step to the first token.
         decode: from the first token to the end.
-        num_generated_tokens: of all completions.
-        num_preemptions: times that one of them lost its blocks.
+        num_generated_tokens: tokens of all completions.
+        num_preemptions: preemptions of its completions.
     """
 
     queue: float | None
@@ -114,20 +114,20 @@ class RequestTimes(Struct, array_like=True, frozen=True):
 
 
 class Delta(Struct, array_like=True):
-    """The part of one completion that is new.
+    """The new part of one completion.
 
     Attributes:
-        request_id: as in ``Submit``.
-        prompt_index: which of its prompts.
-        index: which of the prompt's ``n`` completions.
-        text: new text, final: no later delta takes any of it back.
+        request_id: id of the ``Submit``.
+        prompt_index: index of the prompt in the ``Submit``.
+        index: index of the completion among the prompt's ``n``.
+        text: new text; later deltas never change it.
         token_ids: new tokens.
-        logprobs: of the new tokens, the chosen one first, then the likeliest; None unless asked for.
+        logprobs: of the new tokens, the chosen one first, then the most likely; None unless requested.
         finish_reason: ``"stop"``, ``"length"``, ``"cancelled"``, ``"timeout"`` or ``"error"`` with the last delta.
         stop_reason: the stop string or stop token that ended it.
-        error: one line that says why, with ``"error"``.
-        prompt_logprobs: of the prompt's tokens, None for the first; once, with a delta of index 0, where asked for.
-        num_cached_tokens: leading tokens of the prompt that came from the prefix cache; with the last delta.
+        error: one line with the reason, for ``"error"``.
+        prompt_logprobs: of the prompt's tokens, None for the first; once, with a delta of index 0, if requested.
+        num_cached_tokens: leading prompt tokens that came from the prefix cache; with the last delta.
         times: with the last delta of the prompt's last completion.
     """
 
@@ -146,7 +146,7 @@ class Delta(Struct, array_like=True):
 
 
 class Refused(Struct, array_like=True, frozen=True):
-    """A ``Submit`` that the engine did not take.
+    """A rejected ``Submit``.
 
     Attributes:
         code: ``"invalid"`` (the message names argument, value and remedy) or ``"queue_full"``.
@@ -158,7 +158,7 @@ class Refused(Struct, array_like=True, frozen=True):
 
 
 class Answer(Struct, array_like=True, frozen=True):
-    """The answer to an ``Ask``; ``error`` where there is none."""
+    """The answer to an ``Ask``, or an ``error``."""
 
     call_id: int
     value: Any = None
@@ -166,16 +166,16 @@ class Answer(Struct, array_like=True, frozen=True):
 
 
 class Hello(Struct, array_like=True, frozen=True, tag="hello"):
-    """The engine's first message: its model is ready.
+    """The engine's first message: the model is ready.
 
     Attributes:
         version: ``WIRE_VERSION``.
-        max_model_len: most tokens of prompt and output together.
-        vocab_size: token ids lie below it.
+        max_model_len: maximum tokens of prompt and output together.
+        vocab_size: token ids are below it.
         max_num_seqs: sequences that run at the same time.
-        max_queue: completions that may wait; None: any number.
+        max_queue: completions that may wait; None: unlimited.
         default_params: fields of ``SamplingParams`` that the checkpoint recommends.
-        model: the folder or hub id.
+        model: folder or hub id of the model.
         device: ``"cpu"`` or ``"npu:0"``.
         stats: as in ``Step``.
     """
@@ -192,14 +192,14 @@ class Hello(Struct, array_like=True, frozen=True, tag="hello"):
 
 
 class Step(Struct, array_like=True, frozen=True, tag="step"):
-    """Everything that the engine has to say after a step, or between two.
+    """All news after a step, or between two steps.
 
     Attributes:
-        time: ``time.monotonic`` of the engine process when it was made.
+        time: ``time.monotonic`` of the engine process when the message was made.
         deltas: in the order of the requests.
-        refused: submissions that were not taken.
-        answers: to what was asked.
-        stats: ``Engine.stats()``; every quarter of a second while it runs, and when it falls idle.
+        refused: rejected submissions.
+        answers: to the ``Ask`` messages.
+        stats: ``Engine.stats()``; every quarter of a second while the engine runs, and when it becomes idle.
     """
 
     time: float

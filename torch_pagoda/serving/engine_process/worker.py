@@ -1,4 +1,4 @@
-"""The engine's side of the socket: take messages, run a step, send what is new, over and over."""
+"""The engine's side of the socket: read messages, run a step, send the news, repeat."""
 
 from __future__ import annotations
 
@@ -42,25 +42,25 @@ from .wire import (
 logger = logging.getLogger(__name__)
 
 MAX_UNSENT = 64 * 2**20
-"""Bytes that may wait for the other side to read them; above this no step is run."""
+"""Bytes that may wait for the peer to read them; above this no step runs."""
 
 _MAX_FAILURES = 3
 _MAX_REASON = 10_000
-"""Characters of a refusal, which may quote what was sent."""
-_TOO_LONG = "the answer to this request is too long to be sent; ask for fewer log-probabilities"
+"""Maximum characters of an error message, which may quote the request."""
+_TOO_LONG = "the output of this request is too long to send; request fewer log-probabilities"
 
 
 class Worker:
-    """Runs an engine for whoever is at the other end of a socket, and ends when they close it.
+    """Runs an engine for the peer at the other end of a socket, until the peer closes it.
 
     Args:
         engine: used by nobody else meanwhile.
-        sock: a connected stream socket; it is closed at the end.
+        sock: a connected stream socket; closed at the end.
         model: name or folder, for ``Hello``.
-        default_params: likewise.
+        default_params: for ``Hello``.
         stats_interval: seconds between two messages with ``stats``, while requests run.
-        max_unsent: bytes that may wait for the other side; a single step may exceed it.
-        stall_seconds: how long the other side may read nothing while more than that waits for it.
+        max_unsent: bytes that may wait for the peer; a single step may exceed it.
+        stall_seconds: seconds that the peer may read nothing while more than that waits.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Worker:
         self._was_busy = False
 
     def run(self) -> int:
-        """Work until the socket is closed or nothing can go on; returns the exit status of an engine process."""
+        """Run until the socket is closed or the engine cannot go on; returns the exit status of an engine process."""
         self._sock.setblocking(False)
         try:
             with selectors.DefaultSelector() as selector:
@@ -117,7 +117,7 @@ class Worker:
                 return EXIT_DONE
             if self._writer.num_unsent > self.max_unsent and not self._drain():
                 logger.error(
-                    "%d bytes wait and nobody reads them for %g s; the engine ends",
+                    "the API process has not read %d waiting bytes for %g s; the engine exits",
                     self._writer.num_unsent,
                     self.stall_seconds,
                 )
@@ -130,7 +130,7 @@ class Worker:
                 for frame in frames:
                     self._apply(self._decoder.decode(frame))
             except (DecodeError, FrameTooLong, RecursionError) as error:
-                logger.error("a message cannot be read (%s); the engine ends", error)
+                logger.error("received an invalid message (%s); the engine exits", error)
                 return EXIT_BAD_MESSAGE
             if not is_open:
                 return EXIT_DONE
@@ -144,12 +144,12 @@ class Worker:
                     failures = 0
                 except Exception:
                     failures += 1
-                    logger.exception("a step failed, %d in a row", failures)
+                    logger.exception("a step failed (%d in a row)", failures)
                     if failures == _MAX_FAILURES:
                         return EXIT_BROKEN
             self._send_news([self._delta(piece) for piece in pieces])
             if self.engine.device_lost is not None and not self.engine.has_unfinished():
-                logger.error("%s; the engine ends", self.engine.device_lost)
+                logger.error("%s; the engine exits", self.engine.device_lost)
                 self._drain(0)
                 return EXIT_BROKEN
 
@@ -168,8 +168,8 @@ class Worker:
         )
 
     def _drain(self, limit: int | None = None) -> bool:
-        """Wait until no more than ``limit`` bytes, by default ``max_unsent``, wait for the other side; False if it
-        stops reading."""
+        """Wait until at most ``limit`` bytes, by default ``max_unsent``, are unsent; returns False if the peer stops
+        reading."""
         limit = self.max_unsent if limit is None else limit
         with selectors.DefaultSelector() as selector:
             selector.register(self._sock, selectors.EVENT_WRITE)
@@ -195,7 +195,7 @@ class Worker:
             self._answers.append(self._answer(message))
 
     def _take_grammars(self) -> None:
-        """Queue what waited for its grammar."""
+        """Queue the submissions whose grammars are compiled."""
         for submit, refusal in self._compiler.done():
             if refusal is None:
                 self._submit(submit, is_compiled=True)
@@ -203,7 +203,7 @@ class Worker:
                 self._refuse(submit.request_id, "invalid", refusal)
 
     def _submit(self, message: Submit, is_compiled: bool = False) -> None:
-        """Queue its prompts, or have its grammar compiled before."""
+        """Queue the prompts of a submission, or first have its grammar compiled."""
         request_id = message.request_id
         names = [f"{request_id}/{i}" for i in range(len(message.prompts))]
         try:
@@ -220,8 +220,8 @@ class Worker:
         except (ValueError, TypeError) as error:
             self._refuse(request_id, "invalid", str(error))
         except Exception:
-            logger.exception("a submission failed")
-            self._refuse(request_id, "invalid", "the engine cannot take this request")
+            logger.exception("failed to queue a submission")
+            self._refuse(request_id, "invalid", "the engine failed to queue this request")
         else:
             self._prompts.update({name: (request_id, i) for i, name in enumerate(names)})
             self._unfinished[request_id] = set(names)
@@ -239,14 +239,14 @@ class Worker:
             elif ask.what == "reset_prefix_cache":
                 self.engine.reset_prefix_cache()
             elif ask.what != "ping":
-                return Answer(ask.call_id, error=f"what={ask.what!r} is not known")
+                return Answer(ask.call_id, error=f"what={ask.what!r} is unknown")
         except Exception:
             logger.exception("%s failed", ask.what)
             return Answer(ask.call_id, error=f"{ask.what} failed")
         return Answer(ask.call_id, value)
 
     def _delta(self, piece: StreamPiece) -> Delta:
-        """The message of a piece; the last one of a request ends what is remembered of it."""
+        """The delta of an output; after a request's last one, forget the request."""
         name, metrics = piece.request_id, piece.metrics
         request_id, prompt_index = self._prompts[name]
         delta = Delta(
@@ -277,7 +277,7 @@ class Worker:
         return delta
 
     def _send_news(self, deltas: list[Delta]) -> None:
-        """Let a message wait for the socket, if there is anything to say."""
+        """Queue a message for the socket, if there is news."""
         stats = None
         is_busy = self.engine.has_unfinished()
         now = time.monotonic()
@@ -289,7 +289,7 @@ class Worker:
             self._put_step(Step(now, deltas, refused, answers, stats))
 
     def _put_step(self, step: Step) -> None:
-        """Let a step wait for the socket, in several messages where it is longer than one may be."""
+        """Queue a step for the socket, split into several messages if it is too long for one."""
         try:
             self._send(step)
             return
@@ -305,11 +305,11 @@ class Worker:
         elif deltas and (deltas[0].logprobs or deltas[0].prompt_logprobs or deltas[0].text):
             self._put_step(Step(step.time, [self._shortened(deltas[0])], refused, step.answers, step.stats))
         else:
-            answers = [Answer(answer.call_id, error="the answer is too long to be sent") for answer in step.answers]
+            answers = [Answer(answer.call_id, error="the answer is too long to send") for answer in step.answers]
             self._put_step(Step(step.time, deltas, refused, answers, step.stats))
 
     def _shortened(self, delta: Delta) -> Delta:
-        """A delta in place of one that is too long to be sent; its request ends with an error."""
+        """A delta that replaces one too long to send; its request ends with an error."""
         name = f"{delta.request_id}/{delta.prompt_index}"
         if delta.finish_reason is None:
             self._too_long.add(name)

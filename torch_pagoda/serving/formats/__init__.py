@@ -1,4 +1,4 @@
-"""Formats of answers: how model families write tool calls and reasoning, and what is made of it."""
+"""Output formats: how model families write tool calls and reasoning, and the parsers and grammars for them."""
 
 from __future__ import annotations
 

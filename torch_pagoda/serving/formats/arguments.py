@@ -1,6 +1,6 @@
-"""Values of arguments that a model wrote as bare text, by the tool's JSON schema.
+"""Values of arguments that a model wrote as bare text, typed by the tool's JSON schema.
 
-Some formats write ``<parameter=zip>01234</parameter>``: whether that is text or a number, only the schema says.
+Some formats write ``<parameter=zip>01234</parameter>``: only the schema says whether that is text or a number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .tools import Tool
 _INTEGER = re.compile(r"-?\d{1,4000}", re.ASCII)
 _CANONICAL_INTEGER = re.compile(r"-?(?:0|[1-9]\d{0,3999})", re.ASCII)
 _MAX_STEPS = 256
-"""Subschemas that are looked at for one argument; ``$ref`` may run in a circle."""
+"""Maximum subschemas read for one argument; ``$ref`` may be circular."""
 _MAX_REFERENCE_STEPS = 16
 
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
@@ -25,10 +25,10 @@ _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dic
 def argument(name: str, key: str, text: str, tools: Sequence[Tool]) -> Any:
     """The value of an argument.
 
-    Text stays text where the schema allows nothing else, or where nothing else can be read from it. Where it allows
-    text and other types, text that is exactly such a value is that value: ``null``, ``12`` and ``{"a": 1}``, but
-    ``012`` is text. Where it allows no text, Python's literals are read, too, and ``null`` is null even if the
-    schema does not name it. Where the schema says nothing, JSON is read as JSON and anything else is text.
+    Text stays text if the schema allows nothing else, or if nothing else can be read from it. If it allows text and
+    other types, text that is exactly such a value is that value: ``null``, ``12`` and ``{"a": 1}``, but ``012`` is
+    text. If it allows no text, Python's literals are read, too, and ``null`` is null even if the schema does not name
+    it. Without a type in the schema, JSON is read as JSON and anything else is text.
 
     Args:
         name: of the function.
@@ -49,7 +49,7 @@ def property_schema(root: Mapping[str, Any], key: str) -> Any:
 
 
 def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
-    """Text as a value of one of the types that a schema allows; ``root`` is what ``$ref`` points into."""
+    """Convert text to one of the types that a schema allows; ``root`` resolves ``$ref``."""
     types, constants = allowed(schema, root)
     if not types:
         return _any_value(text)
@@ -73,7 +73,7 @@ def typed_value(text: str, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """Types that a schema allows, none where it does not say; and the strings among its constants."""
+    """Types that a schema allows, empty if it does not say; and the strings among its constants."""
     types: set[str] = set()
     constants: set[str] = set()
     for part in alternatives(schema, root):
@@ -83,7 +83,7 @@ def allowed(schema: Any, root: Mapping[str, Any]) -> tuple[set[str], set[str]]:
 
 
 def own_types(schema: Mapping[str, Any]) -> set[str]:
-    """Types that a schema allows by itself, none where it does not say."""
+    """Types that a schema allows by itself, empty if it does not say."""
     types = set(declared_types(schema))
     if schema.get("nullable") is True:
         types.add("null")
@@ -94,7 +94,7 @@ def own_types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def type_of(value: Any) -> str:
-    """The name that JSON schemas have for a value's type."""
+    """JSON Schema's name for a value's type."""
     return _TYPE_OF.get(type(value), "null")
 
 
@@ -112,7 +112,8 @@ def constants_of(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schema and what it refers to: in ``anyOf``, ``oneOf`` and ``allOf`` and by ``$ref`` into ``root``."""
+    """The schema and the schemas it refers to: in ``anyOf``, ``oneOf`` and ``allOf`` and by ``$ref`` into
+    ``root``."""
     waiting = [schema]
     for _ in range(_MAX_STEPS):
         if not waiting:
@@ -129,7 +130,7 @@ def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, 
 
 
 def resolve(reference: str, root: Mapping[str, Any]) -> Any:
-    """What ``$ref`` points at; None where that is nothing."""
+    """The target of ``$ref``; None if there is none."""
     if not reference.startswith("#/"):
         return None
     found: Any = root
@@ -152,7 +153,7 @@ def _number(text: str, types: set[str], strictly: bool) -> int | float | None:
 
 
 def _literal(text: str) -> Any:
-    """JSON, or a literal of Python; the text itself where it is neither."""
+    """JSON, or a literal of Python; else the text itself."""
     value = _any_value(text)
     if isinstance(value, str):
         try:
@@ -163,7 +164,7 @@ def _literal(text: str) -> Any:
 
 
 def _any_value(text: str) -> Any:
-    """JSON, or the text itself where it is none or a JSON string."""
+    """JSON, or the text itself if it is not JSON or is a JSON string."""
     try:
         value = load_json(text.strip())
     except Malformed:

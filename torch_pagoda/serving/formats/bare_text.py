@@ -1,4 +1,4 @@
-"""Arguments that calls hold as bare text: which texts fit their JSON schema, and what of it no grammar here says."""
+"""Arguments that calls hold as bare text: the texts that fit their JSON schema, and the keywords not enforced."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _CONSTRAINING = frozenset(
     "minItems maxItems uniqueItems pattern minLength maxLength format "
     "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf enum const".split()
 )
-"""Keywords, but for ``type``, that can make a value invalid."""
+"""Keywords, except ``type``, that can make a value invalid."""
 
 _OF_ARGUMENTS = frozenset({"properties", "required", "additionalProperties"})
-"""Those that hold for properties of the schema, each at most once, with all that are required."""
+"""Keywords that calls enforce on the object: each property at most once, and all required ones."""
 
 _MAX_REFERENCES = 16
 
@@ -28,8 +28,8 @@ class BareText:
     """The texts that an argument may be.
 
     Attributes:
-        constants: its values, of which text is bare and everything else JSON; None: any text.
-        left_out: keywords of its schema that this does not say.
+        constants: its values, text bare and everything else as JSON; None: any text.
+        left_out: keywords of its schema that are not enforced.
     """
 
     constants: tuple[Any, ...] | None = None
@@ -37,7 +37,7 @@ class BareText:
 
 
 def bare_text(schema: Any, root: Mapping[str, Any]) -> BareText:
-    """What is known of an argument that may be text; ``root`` is what ``$ref`` points into."""
+    """The texts of an argument that may be text; ``root`` resolves ``$ref``."""
     schema = _referred(schema, root)
     alternatives = schema.get("anyOf") if isinstance(schema, Mapping) else None
     if isinstance(alternatives, list) and alternatives and "type" not in schema and _words(schema) == ["anyOf"]:
@@ -46,12 +46,12 @@ def bare_text(schema: Any, root: Mapping[str, Any]) -> BareText:
 
 
 def left_out_of_root(root: Mapping[str, Any]) -> list[str]:
-    """Keywords of the schema of all arguments that calls of one argument after the other need not fit."""
+    """Keywords of the object schema that are not enforced when calls list one argument after the other."""
     return [word for word in _words(root) if word not in _OF_ARGUMENTS]
 
 
 def _one(schema: Any) -> BareText:
-    """As ``bare_text``, of a schema by itself."""
+    """As ``bare_text``, for a schema by itself."""
     if not isinstance(schema, Mapping):
         return BareText(left_out=("false",) if schema is False else ())
     words = _words(schema)
@@ -91,7 +91,7 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _referred(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that one stands for which is nothing but a reference; itself otherwise."""
+    """The target of a schema that is only a reference; else the schema itself."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(schema, Mapping) or "type" in schema or _words(schema) != ["$ref"]:
             break

@@ -1,4 +1,4 @@
-"""Readers of calls in notations of their own: LFM2's Python, Gemma's brackets, MiniMax M3's elements."""
+"""Readers of calls in notations other than JSON: LFM2's Python, Gemma's brackets, MiniMax M3's elements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_lfm2(source: Source, tools: Sequence[Tool]) -> Steps[None]:
 
 
 def _python_calls(text: str) -> list[ParsedCall]:
-    """Calls with literal arguments, a comma between two."""
+    """Calls with literal arguments, separated by commas."""
     source = PythonText(text)
     found = []
     while not source.at_end:
@@ -74,7 +74,7 @@ class _GemmaArguments:
 
     Args:
         tokens: marks, and text between them; whether each was quoted.
-        root: JSON schema of the arguments; says what bare values are.
+        root: JSON schema of the arguments; gives the types of bare values.
     """
 
     def __init__(self, tokens: list[tuple[str, bool]], root: Mapping[str, Any]) -> None:
@@ -86,12 +86,12 @@ class _GemmaArguments:
         """The object that is all of the tokens."""
         value = self._value(schema, 0)
         if self._pos < len(self._tokens) or not isinstance(value, dict):
-            raise Malformed("arguments that are not an object")
+            raise Malformed("the arguments are not an object")
         return value
 
     def _value(self, schema: Any, depth: int) -> Any:
         if depth > MAX_DEPTH:
-            raise Malformed(f"more than {MAX_DEPTH} brackets within each other")
+            raise Malformed(f"brackets are nested deeper than {MAX_DEPTH} levels")
         if self._accept("{"):
             schema = container(schema, self._root, "object")
             entries = {}
@@ -167,7 +167,7 @@ def read_minimax_m3(source: Source, tools: Sequence[Tool]) -> Steps[None]:
                 open_elements[-1].children.append(element)
                 open_elements.append(element)
                 if len(open_elements) > MAX_DEPTH:
-                    raise Malformed(f"more than {MAX_DEPTH} elements within each other")
+                    raise Malformed(f"elements are nested deeper than {MAX_DEPTH} levels")
             elif tag[1:] != (element := open_elements.pop()).name:
                 raise Malformed(f"</{element.name}> is missing")
         root = next((tool.parameters for tool in tools if tool.name == name), {})
@@ -175,7 +175,7 @@ def read_minimax_m3(source: Source, tools: Sequence[Tool]) -> Steps[None]:
 
 
 def _object_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
-    """An object's entries; several of one name are an array."""
+    """An object's entries; several of one name form an array."""
     schema = container(schema, root, "object")
     grouped: dict[str, list[Any]] = {}
     for child in element.children:
@@ -196,7 +196,7 @@ def _value_of(element: _Element, schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def container(schema: Any, root: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """The part of a schema that describes an object or an array; an empty one where none does."""
+    """The part of a schema that describes an object or an array; empty if none does."""
     word = "properties" if kind == "object" else "items"
     parts = (part for part in alternatives(schema, root) if word in part or kind in declared_types(part))
     return next(parts, {})

@@ -1,4 +1,4 @@
-"""Parts of an answer as they are found in a model's text: content, reasoning, tool calls."""
+"""Parts of a completion as the parser finds them: content, reasoning, tool calls."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text that follows on the answer's content so far."""
+    """More text of the content."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text that follows on the answer's reasoning so far."""
+    """More text of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A whole call.
+    """A complete call.
 
     Attributes:
-        id: names it to the tool message that answers it.
+        id: matched by the tool message with its result.
         name: of the function.
         arguments: a JSON object, as text.
     """
@@ -40,7 +40,7 @@ Event: TypeAlias = ContentDelta | ReasoningDelta | ToolCall
 
 
 def merge_events(events: Iterable[Event]) -> list[Event]:
-    """The same events with neighboring deltas of a kind joined."""
+    """The same events, neighboring deltas of a kind joined."""
     merged: list[Event] = []
     for event in events:
         last = merged[-1] if merged else None

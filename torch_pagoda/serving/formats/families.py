@@ -56,7 +56,7 @@ def _deepseek_dsml(section: str) -> CallSyntax:
 
 
 def hunyuan_syntax(suffix: str = "") -> CallSyntax:
-    """Hunyuan's notation; some tokenizers have a suffix in all of its tags, such as ``:opensource``."""
+    """Hunyuan's notation; some tokenizers have a suffix in all its tags, such as ``:opensource``."""
     key, value = f"<arg_key{suffix}>{{}}</arg_key{suffix}>\n<arg_value{suffix}>", f"</arg_value{suffix}>\n"
     inside = ("</tool_calls", "<tool_call", "</tool_call", "<tool_sep", *_KEYED)
     return CallSyntax(
@@ -114,7 +114,7 @@ MISTRAL_ARRAY = CallSyntax(
     CallGrammar(json_body(), "", "", "[TOOL_CALLS][", "]", ", "),
     short_random_id,
 )
-"""Mistral's notation before its eleventh tokenizer."""
+"""Mistral's notation before tokenizer version 11."""
 
 TOOL_PARSERS: Mapping[str, CallSyntax] = {
     "qwen3_coder": _FUNCTION_TAGS,
@@ -190,10 +190,10 @@ TOOL_PARSERS: Mapping[str, CallSyntax] = {
         CallGrammar(json_body(), "", "", "functools[", "]", ", "),
     ),
 }
-"""How calls are written, by the name of the tool parser."""
+"""Syntax of calls by name of the tool parser."""
 
 HARMONY = "gpt_oss"
-"""The parser, of calls and of reasoning alike, whose formats are a ``HarmonyFormat``."""
+"""Name of the parser, of both calls and reasoning, for ``HarmonyFormat``."""
 _HARMONY_NAMES = ("gpt-oss", "harmony", "openai", "openai_gptoss")
 
 TOOL_PARSER_ALIASES: Mapping[str, str] = {
@@ -227,7 +227,7 @@ REASONING_PARSERS: Mapping[str, Reasoning] = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
 }
-"""How reasoning is marked, by the name of the reasoning parser."""
+"""Marks of reasoning by name of the reasoning parser."""
 
 REASONING_PARSER_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(_HARMONY_NAMES, HARMONY),

@@ -1,4 +1,4 @@
-"""A model family's way to write reasoning and tool calls."""
+"""A model family's format of reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from .tools import Tool, ToolChoice, chosen
 
 
 class AnswerParser(Protocol):
-    """Takes a completion's text as it comes and gives events; see ``Parser``.
+    """Parses a completion's text incrementally into events; see ``Parser``.
 
     Attributes:
         malformed: calls that could not be read.
-        reasoning_open: the text that comes next is reasoning.
+        reasoning_open: the next text is reasoning.
     """
 
     malformed: int
     reasoning_open: bool
 
     def feed(self, text: str) -> list[Event]:
-        """Events that the next text brings."""
+        """Events of the next text."""
         ...
 
     def finish(self) -> list[Event]:
-        """Events that remain when the text has ended."""
+        """The remaining events, after the end of the text."""
         ...
 
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """A way to write tool calls.
+    """A format of tool calls.
 
     Attributes:
         marks: for the parser.
-        grammar: None where there is none that a model could be held to.
+        grammar: None if calls of this format cannot be enforced.
         make_id: ids of calls.
     """
 
@@ -49,28 +49,28 @@ class CallSyntax:
 
     @property
     def grammar_mark(self) -> str:
-        """The mark with which the calls of the grammar begin; "" where they have none."""
+        """The mark that begins the grammar's calls; "" if it has none."""
         begin = (self.grammar.section or self.grammar.opener) if self.grammar else ""
         return max((mark for mark in self.marks.open if begin.startswith(mark)), key=len, default="")
 
     @property
     def held_marks(self) -> CallMarks:
-        """The marks of calls that a grammar holds to their schemas: what else might begin one is text."""
+        """The marks of calls that the grammar enforces; other marks are text."""
         marks = replace(self.marks, read=self.marks.read_held or self.marks.read)
         return replace(marks, open=(self.grammar_mark,), open_at_start=()) if self.grammar_mark else marks
 
 
 @dataclass(frozen=True)
 class Format:
-    """What a server needs to know of a model's answers.
+    """The format of a model's output.
 
     Attributes:
-        name: of the tool parser, or of the reasoning parser where there is none.
-        calls: how tool calls are written; None: the model is not known to write any.
-        reasoning: how reasoning is marked, or None.
-        answer_begins: what the chat template writes where an answer begins, without marks of reasoning; may be "".
+        name: of the tool parser; without one, of the reasoning parser.
+        calls: format of tool calls; None: the model has no known one.
+        reasoning: marks of reasoning, or None.
+        answer_begins: the chat template's text at the beginning of an answer, without marks of reasoning; may be "".
         special_tokens: text of each special token by its id.
-        added_tokens: id of each token that the tokenizer holds whole.
+        added_tokens: id of each added token by its text.
     """
 
     name: str
@@ -81,38 +81,38 @@ class Format:
     added_tokens: Mapping[str, int] = field(default_factory=dict)
 
     grammar_takes_reasoning: ClassVar[bool] = False
-    """``grammar`` is one of the whole answer, and not of what comes behind its reasoning."""
+    """``grammar`` constrains the whole completion, its reasoning included."""
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, beside those that the checkpoint names."""
+        """Tokens that end a completion, in addition to the checkpoint's."""
         return ()
 
     @property
     def calls_tools(self) -> bool:
-        """Whether tool calls are found."""
+        """Whether the parser finds tool calls."""
         return self.calls is not None
 
     @property
     def reasoning_end(self) -> tuple[str, ...]:
-        """Texts of which any ends reasoning; none where there is no reasoning."""
+        """Texts, each of which ends reasoning; empty if there is no reasoning."""
         return self.reasoning.close if self.reasoning else ()
 
     def reasoning_ahead(self, prompt_text: str) -> str | tuple[str, ...] | None:
-        """The text that ends the reasoning within which a prompt ends; None where it does not.
+        """The text that ends the reasoning in which a prompt ends; None if it ends elsewhere.
 
-        Several texts come one after the other.
+        A tuple: several texts in sequence.
         """
         return self.reasoning_end[0] if self.reasoning_open(prompt_text) else None
 
     def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int] | None:
-        """Special tokens that the parser has to read, or that belong to a stop string; the others have no text."""
+        """Special tokens that must be detokenized, for the parser or a stop string; the others have no text."""
         in_stop = (token_id for token_id, text in self.special_tokens.items() if any(text in end for end in stop))
         return sorted({*self._marking_ids, *in_stop})
 
     @cached_property
     def _marking_ids(self) -> frozenset[int]:
-        """Special tokens that are part of a mark, or hold one."""
+        """Special tokens that are part of a mark, or contain one."""
         calls = (*self.calls.marks.open, *self.calls.marks.inside) if self.calls else ()
         marks = (*calls, *((*self.reasoning.open, *self.reasoning.close) if self.reasoning else ()))
         texts = self.special_tokens.items()
@@ -128,15 +128,15 @@ class Format:
         is_held: bool = False,
         awaits_answer: bool = False,
     ) -> AnswerParser:
-        """A parser of one completion.
+        """A parser for one completion.
 
         Args:
-            prompt_text: whether its end lies within reasoning is seen from it.
-            tools: that may be called; without any, calls are not looked for.
-            make_id: in place of the format's own.
-            known_only: calls of functions other than these are malformed.
-            is_held: ``grammar`` holds the completion: only what it takes for a call is one.
-            awaits_answer: a grammar begins behind ``reasoning_ahead``: nothing else ends the reasoning.
+            prompt_text: shows whether the prompt ends within reasoning.
+            tools: the callable tools; without any, the parser does not look for calls.
+            make_id: replaces the format's own.
+            known_only: treat calls of other functions as malformed.
+            is_held: ``grammar`` constrains the completion, so only calls of the grammar count.
+            awaits_answer: a grammar begins after ``reasoning_ahead``; nothing else ends the reasoning.
         """
         calls = self.calls if tools else None
         reasoning, (reasoning_open, in_content) = self.reasoning, self._ends_within(prompt_text)
@@ -153,9 +153,9 @@ class Format:
         )
 
     def reasoning_open(self, prompt_text: str) -> bool:
-        """Whether a prompt ends within reasoning: a block of it that stands where answers begin, and is not closed.
+        """Whether a prompt ends within reasoning: an unclosed block of it at the beginning of the answer.
 
-        Marks within a text that the answer begins with, a prefill, are part of that text.
+        Marks within a prefill, a text that begins the answer, are part of that text.
         """
         return self._ends_within(prompt_text)[0]
 
@@ -184,7 +184,7 @@ class Format:
 
     @cached_property
     def _token_texts(self) -> tuple[str, ...]:
-        """Visible texts of tokens that the tokenizer holds whole, marks of reasoning apart."""
+        """Visible texts of the added tokens, without marks of reasoning."""
         marks = {mark.strip() for mark in (*self.reasoning.open, *self.reasoning.close)} if self.reasoning else set()
         return tuple(
             text for text in {*self.added_tokens, *self.special_tokens.values()} if text.strip() not in {"", *marks}
@@ -199,17 +199,17 @@ class Format:
         prepare: Prepare | None = None,
         prompt_text: str = "",
     ) -> str | None:
-        """A grammar of the answer behind its reasoning, in llguidance's Lark; None where the format has none.
+        """A grammar for the text after the reasoning, in llguidance's Lark; None if the format has none.
 
-        With ``"required"``, the answer is nothing but calls of the chosen tools; with ``"auto"``, it is any text in
-        which every call that is begun fits its schema.
+        With ``"required"``, the text consists of calls of the chosen tools; with ``"auto"``, it is any text whose
+        calls all fit their schemas.
 
         Args:
             tools: of the request.
             choice: see ``check_tool_choice``.
-            parallel: several calls may be written, where the choice allows them.
-            prepare: makes of a tool's schema the one that is compiled.
-            prompt_text: with which the answer may have begun.
+            parallel: allow several calls, if the choice does.
+            prepare: converts a tool's schema to the one to compile.
+            prompt_text: may contain the beginning of the answer.
         """
         left = chosen(tools, choice)
         if not left or self.calls is None or self.calls.grammar is None:
@@ -225,5 +225,5 @@ class Format:
         )
 
     def left_out(self, tool: Tool) -> list[str]:
-        """Parts of a tool's schema that ``grammar`` would not hold calls to although it takes them."""
+        """Parts of a tool's schema that ``grammar`` accepts but does not enforce."""
         return [] if self.calls is None or self.calls.grammar is None else left_out(self.calls.grammar, tool)

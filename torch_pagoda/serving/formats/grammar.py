@@ -14,20 +14,20 @@ from .bare_text import bare_text, left_out_of_root
 from .tools import Tool
 
 Prepare: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-"""Makes of a JSON schema the one that is compiled: defaults, bounds, leniency."""
+"""Converts a JSON schema to the one to compile: defaults, bounds, leniency."""
 
 
 @dataclass(frozen=True)
 class CallGrammar:
-    """The text of calls, as the chat templates of a family write it.
+    """The syntax of calls, as a family's chat templates write it.
 
     Attributes:
-        body: the expression of a call between ``opener`` and ``closer``.
+        body: the expression between ``opener`` and ``closer``.
         opener: before a call.
         closer: after a call.
         section: before the first call.
         section_end: after the last.
-        between: two calls.
+        between: between two calls.
     """
 
     body: Callable[[Lark, Tool], str]
@@ -39,10 +39,10 @@ class CallGrammar:
 
 
 class Lark:
-    """Rules under way.
+    """The rules of a grammar under construction.
 
     Args:
-        added_tokens: id of each token that the tokenizer holds whole, special or not: its text is that token.
+        added_tokens: id of each added token by its text, which the grammar writes as that token.
         prepare: see ``Prepare``.
     """
 
@@ -54,18 +54,18 @@ class Lark:
         self._rules: list[str] = []
 
     def rule(self, body: str, attributes: str = "", name: str = "r") -> str:
-        """Name of a new rule, or of a terminal where it begins with a capital."""
+        """Name of a new rule, or of a terminal if it begins with a capital."""
         name = f"{name}{len(self._rules)}"
         self._rules.append(f"{name}{attributes}: {body}")
         return name
 
     def value(self, text: str, before: str = "", behind: str = "") -> str:
-        """A client's text, in ordinary tokens even where it spells an added one, between two texts of the family."""
+        """A client's text between two texts of the family, in ordinary tokens even if it spells an added one."""
         parts = [self.literal(before) if before else "", _quoted(text), self.literal(behind) if behind else ""]
         return " ".join(filter(None, parts))
 
     def literal(self, text: str) -> str:
-        """Exactly this text of the family: added tokens in it are meant."""
+        """Exactly this text of the family; added tokens in it are written as tokens."""
         parts = self._added.split(text)
         return " ".join(f"<[{self._ids[p]}]>" if i % 2 else _quoted(p) for i, p in enumerate(parts) if p) or '""'
 
@@ -74,15 +74,15 @@ class Lark:
         return f"%json {json.dumps(self._prepare(schema))}"
 
     def begun(self, text: str, mark: str) -> str:
-        """Any text and this one behind it, which has to go on once its mark has come: that is what a parser sees.
+        """Any text, then this one, whose mark forces the rest: as a parser reads it.
 
-        White space before the mark is any text, too.
+        White space before the mark is part of the text.
         """
         rest = text[text.index(mark) + len(mark) :]
         return f"{self.text_until(mark)} {self.literal(rest)}" if rest else self.text_until(mark)
 
     def text_until(self, mark: str) -> str:
-        """Any text and the mark that ends it."""
+        """Any text, and the mark that ends it."""
         plain, *tokens = self._added.split(mark)
         if not tokens:
             return self.rule(f"/(?s:.*)/ {_quoted(mark)}", "[lazy]")
@@ -91,7 +91,7 @@ class Lark:
         return f"{text} {self.literal(mark[len(plain) :])}"
 
     def start(self, body: str) -> str:
-        """The grammar with this as its beginning."""
+        """The complete grammar, starting with this expression."""
         return "\n".join([f"start: {body}", "ANY_TEXT: /(?s:.*)/", *self._rules]) + "\n"
 
 
@@ -105,19 +105,19 @@ def calls_grammar(
     parallel: bool = True,
     prepare: Prepare | None = None,
 ) -> str | None:
-    """Grammar of an answer that is calls, or, unless ``required``, text with calls in it.
+    """A grammar of calls only, if ``required``, else of text with calls in it.
 
     Args:
-        calls: how calls are written.
-        mark: what calls are known by, the beginning of the first one; "" for nothing.
-        tools: that may be called.
+        calls: syntax of the calls.
+        mark: the beginning of the first call, which identifies calls; "" for none.
+        tools: the callable tools.
         added_tokens: as for ``Lark``.
-        required: nothing but calls.
-        parallel: several may come.
+        required: allow calls only.
+        parallel: allow several calls.
         prepare: see ``Prepare``.
 
     Returns:
-        Lark; None where text cannot be told from a call's beginning.
+        The Lark text; None if text cannot be distinguished from the beginning of a call.
     """
     if not required and not mark:
         return None
@@ -162,15 +162,15 @@ def named_body(between: str, before: str = "", after: str = "", indexed: bool = 
 
 @dataclass(frozen=True)
 class TaggedBody:
-    """A call whose arguments are tags with bare values, in the order of the schema; optional ones may be left out.
+    """A call whose arguments are tags with bare values, in schema order; optional ones may be left out.
 
-    Text is bare, everything else JSON. Of text, only ``enum`` and ``const`` are enforced, see ``left_out``.
+    Text is bare, everything else JSON. For text, only ``enum`` and ``const`` are enforced; see ``left_out``.
 
     Attributes:
-        name: text around the name of the function, with ``{}`` for it.
+        name: text around the function's name, with ``{}`` for it.
         key: text before a value, with ``{}`` for the argument's name.
         closer: text after a value.
-        text_key: as ``key`` for text, where it differs.
+        text_key: as ``key`` for text, if it differs.
     """
 
     name: str
@@ -189,7 +189,7 @@ class TaggedBody:
         return " ".join(parts)
 
     def left_out(self, tool: Tool) -> list[str]:
-        """Parts of a tool's schema that calls need not fit."""
+        """Parts of a tool's schema that are not enforced."""
         root = tool.parameters
         found = left_out_of_root(root)
         for key in dict.fromkeys((*root.get("properties", {}), *root.get("required", []))):
@@ -212,13 +212,13 @@ class TaggedBody:
 
 
 def _filled(lark: Lark, tag: str, text: str) -> str:
-    """A tag with a client's text at its ``{}``."""
+    """A tag with a client's text in place of its ``{}``."""
     before, _, behind = tag.partition("{}")
     return lark.value(text, before, behind)
 
 
 def left_out(calls: CallGrammar, tool: Tool) -> list[str]:
-    """Parts of a tool's schema that calls need not fit although the grammar takes them."""
+    """Parts of a tool's schema that the grammar accepts but does not enforce."""
     body = calls.body
     return body.left_out(tool) if isinstance(body, TaggedBody) else unsound_parts(tool.parameters)
 

@@ -1,4 +1,4 @@
-"""The format of gpt-oss: its answers are harmony messages, and grammars begin where a message is held to one."""
+"""The format of gpt-oss: completions are harmony messages, and grammars constrain a whole message."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ HARMONY_CALLS = CallSyntax(
     CallMarks(read_harmony, OPENERS, inside=MARKS),
     CallGrammar(named_body(f" {CONSTRAIN}json{MESSAGE}"), OPENERS[1], CALL),
 )
-"""Calls; ``HarmonyFormat.grammar`` says which headers they may have."""
+"""Calls; ``HarmonyFormat.grammar`` defines their headers."""
 
 HARMONY_REASONING = Reasoning((f"{CHANNEL}analysis{MESSAGE}",), (f"{CHANNEL}final{MESSAGE}",))
 
 _ANSWER = (f"{CHANNEL}final", MESSAGE)
-"""Texts that come one after the other, the content type between them, before an answer begins."""
+"""Texts in sequence, the content type between them, before the final message."""
 
 
 def one_text_before_call(message: dict[str, Any]) -> dict[str, Any]:
-    """The message without content where it reasons and calls a function.
+    """The message without content, if it has reasoning and calls a function.
 
-    gpt-oss's template takes one text before a call, and writes it as reasoning: content is added to that.
+    gpt-oss's template accepts one text before a call, and writes it as reasoning: content is appended to that.
     """
     content, reasoning = message.get("content"), message.get("reasoning_content", message.get("reasoning"))
     if not (message.get("tool_calls") and content and reasoning):
@@ -60,7 +60,7 @@ class HarmonyFormat(Format):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, also where the checkpoint does not say so."""
+        """Tokens that end a completion, even if the checkpoint does not list them."""
         return tuple(self.added_tokens[mark] for mark in (RETURN, CALL) if mark in self.added_tokens)
 
     def reasoning_open(self, prompt_text: str) -> bool:
@@ -69,7 +69,7 @@ class HarmonyFormat(Format):
         return self.reasoning is not None and text is not None and read_header(header).is_reasoning
 
     def reasoning_ahead(self, prompt_text: str) -> tuple[str, ...] | None:
-        """The texts behind which the answer begins; None where a prompt ends within it."""
+        """The texts after which the answer begins; None if a prompt ends within it."""
         header, text = open_message(prompt_text)
         return None if text is not None and read_header(header).channel == "final" else _ANSWER
 
@@ -83,7 +83,8 @@ class HarmonyFormat(Format):
         awaits_answer: bool = False,
         **options: Any,
     ) -> AnswerParser:
-        """A parser of one completion; arguments as ``Format.parser``'s. What a grammar holds is read alike."""
+        """A parser for one completion; arguments as for ``Format.parser``. Constrained text is parsed like any
+        other."""
         return HarmonyParser(
             prompt_text,
             tools if self.calls else (),
@@ -102,9 +103,9 @@ class HarmonyFormat(Format):
         prepare: Prepare | None = None,
         prompt_text: str = "",
     ) -> str | None:
-        """A grammar of all messages of an answer, in llguidance's Lark; arguments as ``Format.grammar``'s.
+        """A grammar of all messages of a completion, in llguidance's Lark; arguments as for ``Format.grammar``.
 
-        Reasoning is free. A call ends the answer, as generation stops behind it: there is never more than one.
+        Reasoning is free. Generation stops after a call, so there is at most one.
         """
         left = chosen(tools, choice)
         if not left or self.calls is None:
@@ -120,7 +121,7 @@ class HarmonyFormat(Format):
 
 
 class _HarmonyLark(Lark):
-    """Rules of harmony messages. The first one's ``<|start|>`` and role are the prompt's."""
+    """Rules of harmony messages. The prompt contains the first one's ``<|start|>`` and role."""
 
     def __init__(self, added_tokens: Mapping[str, int], prepare: Prepare | None) -> None:
         super().__init__(added_tokens, prepare)
@@ -130,7 +131,7 @@ class _HarmonyLark(Lark):
         self._content_type = f"{kind}?"
 
     def _header(self, channels: Sequence[str], recipient: str = "", content_type: bool = False) -> str:
-        """A header, whose recipient may stand before or behind the channel."""
+        """A header, with the recipient before or after the channel."""
         names = " | ".join(self.literal(channel) for channel in channels)
         end = f"{self._content_type if content_type else ''} {self.literal(MESSAGE)}"
         channel = f"{self.literal(CHANNEL)} ({names})"
@@ -148,12 +149,12 @@ class _HarmonyLark(Lark):
         return self.rule(" | ".join(calls))
 
     def answer(self) -> str:
-        """A message with which an answer may end."""
+        """A message that may end a completion."""
         final, preamble = self._header(("final",), content_type=True), self._header(("commentary",))
         return self.rule(f"({final} | {preamble}) ANY_TEXT")
 
     def earlier(self, with_text: bool) -> str:
-        """A message behind which another one comes: reasoning, or text as well."""
+        """A message followed by another one: reasoning, or also text."""
         header = self._header(("analysis",))
         if with_text:
             header = f"{header} | {self._header(('final',), content_type=True)} | {self._header(('commentary',))}"

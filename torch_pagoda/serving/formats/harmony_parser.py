@@ -1,4 +1,4 @@
-"""Messages of a harmony answer, piece by piece, as content, reasoning and tool calls."""
+"""Parses the messages of a harmony completion into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .tools import TOOL_NAME, Tool
 from .watch import watch
 
 _IN_TEXT = (*ENDS, f"{START}{ROLE}", *beginnings())
-"""What may end a text."""
+"""Tokens that may end a text."""
 
 
 def open_message(prompt_text: str) -> tuple[str, str | None]:
-    """The header with which a prompt ends, and the text that has come behind it; None where the header goes on.
+    """The header at the end of a prompt, and the text after it; None while the header is incomplete.
 
-    A prompt in which no message is open gives "" and None: the answer begins with ``<|start|>``.
+    For a prompt without an open message, "" and None: the completion begins with ``<|start|>``.
     """
     _, start, rest = prompt_text.rpartition(START)
     if not start:
@@ -46,18 +46,18 @@ def open_message(prompt_text: str) -> tuple[str, str | None]:
 
 
 class HarmonyParser:
-    """Takes a completion's text as it comes and gives events; see ``AnswerParser``.
+    """Parses a completion's text incrementally into events; see ``AnswerParser``.
 
-    Text is given as it was written, with a line break between two messages of a kind. A call that cannot be read is
-    content, with its header.
+    Text is unchanged, with a line break between two messages of a kind. A call that cannot be parsed becomes content,
+    with its header.
 
     Args:
-        prompt_text: the message in which it ends goes on.
-        tools: that may be called; without any, calls are text.
-        reasoning: it is told from content.
+        prompt_text: its last message is continued.
+        tools: the callable tools; without any, calls are text.
+        reasoning: separate it from content.
         make_id: ids of calls.
-        known_only: calls of other functions are malformed.
-        awaits_answer: a grammar holds the channel ``final``, before which there is only reasoning.
+        known_only: treat calls of other functions as malformed.
+        awaits_answer: a grammar constrains the channel ``final``, before which there is only reasoning.
     """
 
     def __init__(
@@ -86,12 +86,12 @@ class HarmonyParser:
         self._steps = self._messages(header, text)
 
     def feed(self, text: str) -> list[Event]:
-        """Events that the next text brings."""
+        """Events of the next text."""
         self._source.text += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """Events that remain when the text has ended."""
+        """The remaining events, after the end of the text."""
         self._source.ended = True
         return self._run()
 
@@ -105,7 +105,7 @@ class HarmonyParser:
         return is_reasoning and self._tells_reasoning
 
     def _messages(self, begun: str, text: str | None) -> Steps[None]:
-        """All messages, of which the first has begun in the prompt."""
+        """All messages; the first one begins in the prompt."""
         if text is not None:
             reasoning = self._is_reasoning(read_header(begun))
             self._is_new, self._given[reasoning] = not text, bool(text)
@@ -116,7 +116,7 @@ class HarmonyParser:
             yield from self._message("")
 
     def _message(self, begun: str) -> Steps[None]:
-        """One message, whose header begins with this."""
+        """One message, whose header begins with this text."""
         source = self._source
         source.forget()
         self._is_new = True
@@ -146,7 +146,7 @@ class HarmonyParser:
             yield from self._call(name, text)
 
     def _goes_on_as_header(self) -> Steps[bool]:
-        """Whether what stands here can be a part of a header, and not the text of a model that writes none."""
+        """Whether the next text can be part of a header, and not the text of a model that writes none."""
         source = self._source
         start = source.pos
         yield from source.space()
@@ -155,20 +155,20 @@ class HarmonyParser:
         return found is not None
 
     def _unfinished(self, begun: str, text: str) -> None:
-        """Give the text of a header behind which no message comes."""
+        """Emit the text of a header without a message."""
         if read_header(begun + text).recipient:
             self._fail(text)
         elif not is_begun_header(text):
             self._give(self._tells_reasoning, re.sub("|".join(map(re.escape, MARKS)), " ", text).strip())
 
     def _call(self, name: str, header: str) -> Steps[None]:
-        """A call from behind its header."""
+        """A call, from the end of its header."""
         source = self._source
         start = source.pos
         is_known = any(tool.name == name for tool in self._tools)
         try:
             if not is_known and (self._known_only or not self._tools or not TOOL_NAME.fullmatch(name)):
-                raise Malformed(f"{name!r} may not be called")
+                raise Malformed(f"{name!r} is not an allowed tool")
             call = yield from read_arguments(source, name)
         except Malformed:
             self._fail(f"{header}{MESSAGE}")
@@ -179,12 +179,12 @@ class HarmonyParser:
         self._num_calls += 1
 
     def _fail(self, text: str) -> None:
-        """Give the header of a call that cannot be read, as it was written."""
+        """Emit the header of a call that cannot be parsed, unchanged."""
         self.malformed += bool(self._tools)
         self._give(False, text.removeprefix(ROLE))
 
     def _text(self, reasoning: bool) -> Steps[None]:
-        """The text of a message, given as it comes."""
+        """The text of a message, emitted as it arrives."""
         source, marks = self._source, watch(_IN_TEXT)
         self.reasoning_open = reasoning
         while True:

@@ -1,4 +1,4 @@
-"""Harmony, the notation of gpt-oss: marks and headers of its messages, and the calls that they hold.
+"""Harmony, the notation of gpt-oss: marks and headers of its messages, and the calls in them.
 
 ``<|start|>assistant<|channel|>analysis<|message|>…<|end|>`` is reasoning, the channel ``final`` is the answer, and
 ``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{…}<|call|>`` is a call; its recipient may also
@@ -19,7 +19,7 @@ START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, END, CALL, RETURN)
 ENDS = (END, CALL, RETURN)
-"""Any of them ends a message; generation stops at the last two."""
+"""Tokens that end a message; generation stops at the last two."""
 CHANNELS = ("analysis", "commentary", "final")
 ROLE = "assistant"
 NAMESPACE = "functions."
@@ -33,11 +33,11 @@ _TO_NOBODY = ("", "assistant", "user", "all")
 
 @dataclass(frozen=True)
 class Header:
-    """What stands between ``<|start|>`` and ``<|message|>``.
+    """The text between ``<|start|>`` and ``<|message|>``.
 
     Attributes:
-        role: of the author; "" where it is left out.
-        channel: the first that is named, or "".
+        role: role of the author; "" if left out.
+        channel: the first one named, or "".
         recipient: a function, or another tool; "" for none.
     """
 
@@ -47,12 +47,12 @@ class Header:
 
     @property
     def is_reasoning(self) -> bool:
-        """It is neither for the user nor a call of a function."""
+        """The message is neither for the user nor a call of a function."""
         return self.channel == "analysis" or bool(self.recipient) or self.role not in ("", ROLE)
 
 
 def read_header(text: str) -> Header:
-    """The header of a message; what else stands in it, such as a content type, is passed over."""
+    """Parse the header of a message; other parts, such as a content type, are ignored."""
     role, channel, recipient = _ROLE_NAME.match(text), _CHANNEL_NAME.search(text), _RECIPIENT.search(text)
     to = recipient[1] if recipient else ""
     name = role[1] if role else ""
@@ -62,23 +62,23 @@ def read_header(text: str) -> Header:
 
 
 def is_begun_header(text: str) -> bool:
-    """Whether text is a header that was cut off, and nothing else."""
+    """Whether text is exactly a truncated header."""
     *words, last = re.sub("|".join(map(re.escape, MARKS)), " ", text).split() or [""]
     known = (*CHANNELS, ROLE, "to=", "json", "code")
     return all(word in known for word in words) and any(word.startswith(last) for word in known)
 
 
 def function_of(recipient: str, tools: Sequence[Tool]) -> str | None:
-    """Name of the function that a recipient is; None for one that is none, such as a built-in tool."""
+    """Name of the function that a recipient names; None for others, such as a built-in tool."""
     if recipient.startswith(NAMESPACE):
         return recipient.removeprefix(NAMESPACE)
     return recipient if any(tool.name == recipient for tool in tools) else None
 
 
 def message_end(source: Source) -> Steps[bool]:
-    """Pass over the mark that ends a message here; False, and nothing is passed over, where more text comes behind.
+    """Skip the mark that ends a message here; returns False, without skipping, if more text follows it.
 
-    So text can hold such a mark, as text about the format does.
+    So text may contain such a mark, as text about the format does.
     """
     start = source.pos
     mark = yield from source.accept(*ENDS)
@@ -90,12 +90,12 @@ def message_end(source: Source) -> Steps[bool]:
 
 
 def beginnings() -> tuple[str, ...]:
-    """Texts that begin a message behind one whose end was left out."""
+    """Texts that begin a message after one without an end mark."""
     return tuple(f"{CHANNEL}{channel}" for channel in CHANNELS)
 
 
 def read_arguments(source: Source, name: str) -> Steps[ParsedCall]:
-    """The call of a function from behind ``<|message|>`` to the end of its message."""
+    """The call of a function, from behind ``<|message|>`` to the end of its message."""
     yield from source.space()
     if not source.at_end and (yield from source.peek(*ENDS)) is not None:
         arguments = {}
@@ -103,7 +103,7 @@ def read_arguments(source: Source, name: str) -> Steps[ParsedCall]:
         arguments = object_of((yield from source.json()))
     yield from source.stray_closers(*ENDS, START, CHANNEL)
     if not (yield from message_end(source)):
-        raise Malformed("text behind the arguments of a call")
+        raise Malformed("text after the arguments of a call")
     return ParsedCall(name, arguments)
 
 

@@ -1,4 +1,4 @@
-"""Readers of calls that are written as JSON: Hermes and Qwen, Mistral, Llama, Phi, Granite, Kimi, DeepSeek V3."""
+"""Readers of calls written as JSON: Hermes and Qwen, Mistral, Llama, Phi, Granite, Kimi, DeepSeek V3."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def call_of(value: Any, known_only: bool = False) -> ParsedCall:
     """The call in ``{"name": ..., "arguments": {...}}``; Llama calls them parameters.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is not a call.
     """
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str):
@@ -25,12 +25,12 @@ def call_of(value: Any, known_only: bool = False) -> ParsedCall:
 
 
 def calls_of(value: Any, known_only: bool = False) -> list[ParsedCall]:
-    """The calls of an array, or the one that the value is; as ``call_of``."""
+    """The calls of an array, or a single call; as ``call_of``."""
     return [call_of(entry, known_only) for entry in (value if isinstance(value, list) else [value])]
 
 
 def object_of(arguments: Any) -> dict[str, Any]:
-    """Arguments as an object: nothing is an empty one, JSON text is what it says.
+    """Arguments as an object: nothing becomes an empty one, JSON text is parsed.
 
     Raises:
         Malformed: they are not an object.
@@ -40,18 +40,18 @@ def object_of(arguments: Any) -> dict[str, Any]:
     if arguments is None:
         return {}
     if not isinstance(arguments, dict):
-        raise Malformed("arguments that are not an object")
+        raise Malformed("the arguments are not an object")
     return arguments
 
 
 def marked(*marks: tuple[str, str]) -> CallReader:
     """A call, or an array of calls, between two marks: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-    The closing mark may be missing, as models leave it out at the end. Several calls may stand before it, and a
-    bracket too many. Without an opening mark, calls count only if they name a tool of the request.
+    The closing mark may be missing, as models leave it out at the end. Several calls may precede it, and an extra
+    bracket. Without an opening mark, calls count only if they name a tool of the request.
 
     Args:
-        marks: pairs that may stand around calls; either may be "".
+        marks: pairs of marks around calls; either may be "".
     """
     closers = dict(marks)
 
@@ -70,7 +70,7 @@ def marked(*marks: tuple[str, str]) -> CallReader:
 
 
 def _another(source: Source) -> Steps[bool]:
-    """Whether another value stands here, up to which a comma is passed over."""
+    """Whether another value follows; skips a comma before it."""
     start = source.pos
     yield from source.accept(",")
     yield from source.space()

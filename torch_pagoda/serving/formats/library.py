@@ -1,4 +1,4 @@
-"""Formats that a tokenizer brings itself: transformers' ``response_template`` and its streaming parser."""
+"""Formats that a tokenizer defines: transformers' ``response_template`` and its streaming parser."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class TemplateFormat:
-    """A format that a tokenizer's ``response_template`` describes; see ``Format``.
+    """A format defined by a tokenizer's ``response_template``; see ``Format``.
 
-    The library finds the regions of the text. What is in a region of calls is read here, so that one that cannot be
-    read does not end the stream, and JSON strings stay strings whatever else the schema allows.
+    The library finds the regions of the text. The calls in a region are parsed here, so that a malformed one does not
+    end the stream, and JSON strings stay strings whatever else the schema allows.
 
     Args:
         template: the template.
 
     Raises:
-        ValueError: transformers refuses it.
+        ValueError: transformers rejects it.
     """
 
     name = "response_template"
@@ -58,7 +58,7 @@ class TemplateFormat:
 
     @property
     def calls_tools(self) -> bool:
-        """Whether tool calls are found."""
+        """Whether the parser finds tool calls."""
         return self._field is not None
 
     def kept_special_token_ids(self, stop: Sequence[str] = ()) -> list[int] | None:
@@ -74,11 +74,11 @@ class TemplateFormat:
         known_only: bool = False,
         **options: Any,
     ) -> TemplateParser:
-        """A parser of one completion; what ``Format.parser`` takes beside that concerns grammars."""
+        """A parser for one completion; the other arguments of ``Format.parser`` concern grammars."""
         return TemplateParser(self._template, self._field, prompt_text, tools, make_id or random_id, known_only)
 
     def reasoning_ahead(self, prompt_text: str) -> str | None:
-        """The text that ends the reasoning within which a prompt ends; None where it does not.
+        """The text that ends the reasoning in which a prompt ends; None if it ends elsewhere.
 
         Raises:
             ValueError: there is no such text, or more than one.
@@ -89,20 +89,22 @@ class TemplateFormat:
             return None
         ends = self._template.fields[marks[-1]["field"]].close_literals or ()
         if len(ends) != 1:
-            raise ValueError(f"the tokenizer's response_template ends {marks[-1]['field']} with no one text")
+            raise ValueError(
+                f"the tokenizer's response_template does not end {marks[-1]['field']} with one fixed text"
+            )
         return str(ends[0])
 
     def grammar(self, tools: Sequence[Tool], choice: ToolChoice, **options: Any) -> str | None:
-        """None: a template says how calls are read, not how they are written."""
+        """None: a template defines how calls are parsed, not how they are written."""
         return None
 
 
 class TemplateParser:
-    """The library's parser with this package's events; calls that cannot be read are content.
+    """The library's parser with this package's events; malformed calls are content.
 
     Attributes:
-        malformed: regions of calls that could not be read.
-        reasoning_open: the text that comes next is reasoning.
+        malformed: regions of calls that could not be parsed.
+        reasoning_open: the next text is reasoning.
     """
 
     def __init__(
@@ -126,11 +128,11 @@ class TemplateParser:
         self._convert(self._parser.initial_events)
 
     def feed(self, text: str) -> list[Event]:
-        """Events that the next text brings."""
+        """Events of the next text."""
         return merge_events(self._convert(self._parser.feed(text)))
 
     def finish(self) -> list[Event]:
-        """Events that remain when the text has ended."""
+        """The remaining events, after the end of the text."""
         events = self._convert(self._parser.finalize()[1])
         if not self.reasoning_open:
             self._text.flush(events)
@@ -153,7 +155,7 @@ class TemplateParser:
         return out
 
     def _call(self, out: list[Event], opener: str, text: str) -> None:
-        """Give the calls of a region; its text where there are no tools, or it cannot be read."""
+        """Emit the calls of a region; its text if there are no tools, or it is malformed."""
         closers = self._field.close_literals or ("",)
         if not self._tools:
             self._text.give(out, False, opener + text + closers[0])
@@ -179,7 +181,7 @@ class TemplateParser:
             if not TOOL_NAME.fullmatch(name):
                 raise Malformed(f"{name[:80]!r} is not a name")
             if self._known_only and all(tool.name != name for tool in self._tools):
-                raise Malformed(f"{name!r} may not be called")
+                raise Malformed(f"{name!r} is not an allowed tool")
             if self._field.content != "json":
                 arguments = {
                     key: argument(name, key, entry, self._tools) if isinstance(entry, str) else entry

@@ -1,6 +1,6 @@
-"""A model's text, piece by piece, as content, reasoning and tool calls.
+"""Splits a model's text incrementally into content, reasoning and tool calls.
 
-What comes out depends on the text alone: any two ways of cutting it give the same events, deltas joined.
+The events depend on the text alone: however it is cut, the joined events are the same.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .watch import watch
 _VISIBLE = re.compile(r"\S")
 
 CallReader: TypeAlias = Callable[[Source, Sequence[Tool]], Steps[None]]
-"""Reads the calls behind an opener, from the opener on; see ``source``."""
+"""Reads the calls from an opener on; see ``source``."""
 
 MakeId: TypeAlias = Callable[[str, int], str]
-"""Id of a call from its name and its index in the answer."""
+"""Id of a call from its name and its index in the completion."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Reasoning:
     """The marks around a model's reasoning.
 
     Attributes:
-        open: any of them opens it; the first is the usual one.
-        close: any of them ends it.
-        anywhere: it may be opened after content, too, as its marks are special tokens that no text holds by chance.
-        ended_by_calls: the model may begin a tool call without closing it.
+        open: each of them opens reasoning; the first is the usual one.
+        close: each of them closes it.
+        anywhere: reasoning may also begin after content, as its marks are special tokens that no text has by chance.
+        ended_by_calls: a tool call may begin without closing the reasoning.
     """
 
     open: tuple[str, ...]
@@ -46,14 +46,14 @@ class Reasoning:
 
 @dataclass(frozen=True)
 class CallMarks:
-    """How the text of tool calls begins, and what reads it.
+    """The openers of tool calls, and their reader.
 
     Attributes:
         read: the reader.
-        open: any of them begins calls, wherever it stands.
-        open_at_start: any of them begins calls where nothing but white space, reasoning and calls came before.
-        inside: further marks that the reader looks for, as far as they may be special tokens or hold some.
-        read_held: the reader of calls that a grammar holds, where ``read`` takes more than the grammar does.
+        open: each of them begins calls, anywhere.
+        open_at_start: each of them begins calls if only white space, reasoning and calls precede it.
+        inside: further marks that the reader needs, if they may be special tokens or contain some.
+        read_held: the reader of calls that a grammar constrains, if ``read`` accepts more than the grammar.
     """
 
     read: CallReader
@@ -64,21 +64,21 @@ class CallMarks:
 
 
 class Parser:
-    """Takes a completion's text as it comes and gives events.
+    """Parses a completion's text incrementally into events.
 
-    White space around content and reasoning is dropped; a call that is malformed is content, as it was written.
+    White space around content and reasoning is dropped; a malformed call becomes content, unchanged.
 
     Args:
         reasoning: its marks, or None.
-        calls: their marks, or None where calls are not looked for.
-        tools: that may be called.
+        calls: their marks, or None: do not look for calls.
+        tools: the callable tools.
         reasoning_open: the prompt ends within reasoning.
-        make_id: ids of calls for which the model writes none.
-        known_only: calls of other functions are malformed.
-        in_content: the prompt ends within content that this text goes on with.
+        make_id: ids of calls without one of the model's.
+        known_only: treat calls of other functions as malformed.
+        in_content: the prompt ends within content, which this text continues.
 
     Attributes:
-        malformed: calls that could not be read.
+        malformed: calls that could not be parsed.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class Parser:
         self._watched_at_start_of_reasoning = watch((*self._reasoning.open, *in_reasoning))
 
     def feed(self, text: str) -> list[Event]:
-        """Events that the next text brings."""
+        """Events of the next text."""
         self._source.text += text
         return self._run()
 
     def finish(self) -> list[Event]:
-        """Events that remain when the text has ended."""
+        """The remaining events, after the end of the text."""
         self._source.ended = True
         events = self._run()
         if not self.reasoning_open:
@@ -135,7 +135,7 @@ class Parser:
         return merge_events(out)
 
     def _scan(self, out: list[Event]) -> bool:
-        """Give the text before the next mark and pass over the mark; False where none has come yet."""
+        """Emit the text before the next mark and skip the mark; returns False if there is none yet."""
         source = self._source
         if self._at_start:
             visible = _VISIBLE.search(source.text, source.pos)
@@ -162,7 +162,7 @@ class Parser:
         return False
 
     def _pass(self, mark: str) -> bool:
-        """Act on a mark that stands here."""
+        """Act on the mark at the current position."""
         calls, source = self._calls, self._source
         if calls and mark in (*calls.open, *calls.open_at_start):
             self._reader, self._unread, self._called = calls.read(source, self._tools), source.pos, False
@@ -180,7 +180,7 @@ class Parser:
         self.reasoning_open = reasoning_open
 
     def _read(self, out: list[Event]) -> bool:
-        """Let the reader go on; False where it waits for text."""
+        """Run the reader; returns False if it waits for text."""
         assert self._reader is not None
         source = self._source
         try:
@@ -210,7 +210,7 @@ class Parser:
         return is_known or (not (call.known_only or self._known_only) and TOOL_NAME.fullmatch(call.name) is not None)
 
     def _fail(self, out: list[Event]) -> None:
-        """Give the text of a malformed call as text."""
+        """Emit the text of a malformed call as text."""
         source = self._source
         self.malformed += self._marked
         source.pos = max(source.pos, self._unread + 1)
@@ -219,14 +219,14 @@ class Parser:
 
 
 class AnswerText:
-    """Content and reasoning, without the white space around them.
+    """Content and reasoning, without the surrounding white space.
 
-    White space between two parts of the content stays as it was written, even if a call or reasoning stands between
-    them; so does white space between two parts of the reasoning.
+    White space between two parts of the content is kept, even if a call or reasoning separates them; likewise between
+    two parts of the reasoning.
 
     Args:
-        holds_space: calls may come, so that white space at the end of content waits for what follows.
-        in_content: there is content already that this goes on with.
+        holds_space: calls may follow, so white space at the end of content waits for the next text.
+        in_content: continues existing content.
     """
 
     def __init__(self, holds_space: bool, in_content: bool = False) -> None:
@@ -236,7 +236,7 @@ class AnswerText:
         self._space = {False: "", True: ""}  # held back
 
     def give(self, out: list[Event], reasoning: bool, text: str) -> None:
-        """Give text, white space at its end held back."""
+        """Emit text, except white space at its end."""
         if self._is_cut and not self._begun[reasoning]:
             text = text.lstrip()
         kept = text.rstrip() if self._holds_space or reasoning or self._is_cut else text
@@ -248,26 +248,26 @@ class AnswerText:
         self._space[reasoning] += text[len(kept) :]
 
     def cut(self) -> None:
-        """A call stands here, or reasoning begins or ends: white space here is given only between two parts."""
+        """A call, or reasoning, begins or ends here: white space is kept only between two parts."""
         self._is_cut = True
         for reasoning, begun in self._begun.items():
             if not begun:
                 self._space[reasoning] = ""
 
     def flush(self, out: list[Event]) -> None:
-        """Give the white space that was held back, if it ends the content and not what stands before a call."""
+        """Emit the held white space if it ends the content rather than precedes a call."""
         if self._space[False] and not self._is_cut:
             out.append(ContentDelta(self._space[False]))
             self._space[False] = ""
 
 
 def dump(arguments: object) -> str:
-    """JSON text of whole characters; see ``whole_characters``."""
+    """JSON text without halves of surrogate pairs; see ``whole_characters``."""
     return whole_characters(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
 
 
 def whole_characters(text: str) -> str:
-    """The text with U+FFFD in place of each half of a surrogate pair, which neither UTF-8 nor many clients take."""
+    """The text with U+FFFD for each half of a surrogate pair, which UTF-8 and many clients reject."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -277,10 +277,10 @@ def random_id(name: str, index: int) -> str:
 
 
 def short_random_id(name: str, index: int) -> str:
-    """9 letters and digits, as Mistral's templates demand."""
+    """9 letters and digits, as Mistral's templates require."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 def indexed_id(name: str, index: int) -> str:
-    """``functions.NAME:INDEX``, as Kimi's templates have it."""
+    """``functions.NAME:INDEX``, as Kimi's templates write it."""
     return f"functions.{name}:{index}"

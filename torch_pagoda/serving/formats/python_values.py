@@ -1,4 +1,4 @@
-"""Values in Python's notation, as models write them in place of JSON."""
+"""Values in Python's notation, which models write instead of JSON."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a
 
 
 def python_value(text: str) -> Any:
-    """The value of a literal; tuples become lists, and JSON's ``true``, ``false`` and ``null`` are taken, too.
+    """The value of a literal; tuples become lists, and JSON's ``true``, ``false`` and ``null`` are accepted, too.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is not a literal.
     """
     source = PythonText(text.strip())
     value = source.value()
@@ -29,9 +29,9 @@ def python_value(text: str) -> Any:
 
 
 class PythonText:
-    """Text that is read as Python: names, marks and literals, white space between them passed over.
+    """A reader of Python: names, marks and literals; it skips white space between them.
 
-    All methods that read raise ``Malformed`` where something else stands.
+    All methods that read raise ``Malformed`` if something else follows.
     """
 
     def __init__(self, text: str) -> None:
@@ -40,17 +40,17 @@ class PythonText:
 
     @property
     def at_end(self) -> bool:
-        """All of it has been read."""
+        """Whether all text has been read."""
         return self._pos >= len(self._text)
 
     def malformed(self, wanted: str) -> Malformed:
-        """The error that something is missing here."""
-        return Malformed(f"no {wanted} at {self._text[self._pos : self._pos + 20]!r}")
+        """The error for a missing element at this position."""
+        return Malformed(f"expected {wanted} at {self._text[self._pos : self._pos + 20]!r}")
 
     def value(self, depth: int = 0) -> Any:
         """A literal."""
         if depth > MAX_DEPTH:
-            raise Malformed(f"more than {MAX_DEPTH} brackets within each other")
+            raise Malformed(f"brackets are nested deeper than {MAX_DEPTH} levels")
         for opener, closer in ("[]", "()"):
             if self.accept(opener):
                 return self._values(closer, depth)
@@ -66,14 +66,14 @@ class PythonText:
         return _WORDS[word]
 
     def name(self) -> str:
-        """A name, which may have dots, colons, slashes and hyphens in it."""
+        """A name, which may contain dots, colons, slashes and hyphens."""
         name = self._match(_NAME)
         if not name:
             raise self.malformed("name")
         return name
 
     def accept(self, mark: str) -> bool:
-        """Pass over the mark if it stands here."""
+        """Skip the mark if it follows."""
         if not self._text.startswith(mark, self._pos):
             return False
         self._pos += len(mark)
@@ -81,7 +81,7 @@ class PythonText:
         return True
 
     def expect(self, mark: str) -> None:
-        """Pass over the mark, which has to stand here."""
+        """Skip the mark, which must follow."""
         if not self.accept(mark):
             raise self.malformed(mark)
 

@@ -1,4 +1,4 @@
-"""The choice of a model's format: by name, by its tokenizer, or by what its chat template writes."""
+"""Selects a model's format: by name, from its tokenizer, or from its chat template's output."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ AnyFormat: TypeAlias = Format | TemplateFormat
 
 _PROBE = Tool(PROBE_NAME, PROBE_TOOL["function"]["parameters"], False, PROBE_TOOL)
 _UNMARKED = ("llama3_json",)
-"""Tried last: what it reads has no mark of its own."""
+"""Tried last: it has no mark of its own."""
 _TELLING_MARKS: Mapping[str, tuple[str, ...]] = {
     HARMONY: ("<|channel|>commentary", "<|message|>"),
     "kimi_k2": ("<|tool_call_argument_begin|>",),
@@ -59,17 +59,17 @@ _TELLING_MARKS: Mapping[str, tuple[str, ...]] = {
     "hermes": ("<tool_call>",),
     "granite": ("<|tool_call|>",),
 }
-"""Texts that tell a template's format where it writes no call of the probe; the first that fits."""
+"""Texts that identify a template's format if it writes no call of the probe; the first match counts."""
 _MAX_PROBED = 20_000
 
 
 def tool_parsers() -> list[str]:
-    """Names that ``--tool-call-parser`` takes, beside ``"none"``."""
+    """Names that ``--tool-call-parser`` accepts, in addition to ``"none"``."""
     return sorted([*TOOL_PARSERS, *TOOL_PARSER_ALIASES])
 
 
 def reasoning_parsers() -> list[str]:
-    """Names that ``--reasoning-parser`` takes, beside ``"none"``."""
+    """Names that ``--reasoning-parser`` accepts, in addition to ``"none"``."""
     return sorted([*REASONING_PARSERS, *REASONING_PARSER_ALIASES])
 
 
@@ -81,20 +81,20 @@ def resolve(
     reasoning_parser: str | None = None,
     facts: TemplateFacts | None = None,
 ) -> AnyFormat | None:
-    """The format of a model's answers; None where neither calls nor reasoning are known to be in them.
+    """The format of a model's output; None if neither calls nor reasoning are known.
 
-    Without names, a tokenizer's own ``response_template`` comes first; then the chat template's way to write a call
-    is tried on every parser, and its marks of reasoning are looked for.
+    Without names, a tokenizer's own ``response_template`` comes first; then every parser is tried on the call that
+    the chat template writes, and the template is searched for marks of reasoning.
 
     Args:
-        tool_parser: one of ``tool_parsers()``, ``"none"``, or None: to be found out.
-        tokenizer: of the model.
-        chat_template: in place of the tokenizer's.
-        reasoning_parser: one of ``reasoning_parsers()``, ``"none"``, or None: to be found out.
-        facts: about the chat template, where they are known already.
+        tool_parser: one of ``tool_parsers()``, ``"none"``, or None: detect it.
+        tokenizer: the model's tokenizer.
+        chat_template: replaces the tokenizer's.
+        reasoning_parser: one of ``reasoning_parsers()``, ``"none"``, or None: detect it.
+        facts: known facts about the chat template.
 
     Raises:
-        ValueError: there is no parser of that name.
+        ValueError: unknown parser name.
     """
     calls = _named(tool_parser, TOOL_PARSERS, TOOL_PARSER_ALIASES, "--tool-call-parser")
     reasoning = _named(reasoning_parser, REASONING_PARSERS, REASONING_PARSER_ALIASES, "--reasoning-parser")
@@ -103,7 +103,7 @@ def resolve(
         try:
             return TemplateFormat(own)
         except ValueError as error:
-            logger.warning("%s; the format is found out from the chat template", error)
+            logger.warning("%s; detecting the format from the chat template", error)
     facts = facts or probe_template(tokenizer, chat_template)
     source = template_source(tokenizer, chat_template)
     added = _added_tokens(tokenizer)
@@ -141,7 +141,7 @@ def _named(name: str | None, table: Mapping[str, Any], aliases: Mapping[str, str
 
 
 def _written_by(facts: TemplateFacts, added: Mapping[str, int], source: str) -> str | None:
-    """The tool parser that reads the call which the chat template wrote, or whose marks the template holds."""
+    """The tool parser that reads the chat template's call, or whose marks the template contains."""
     call = facts.call if facts.call is not None and len(facts.call) <= _MAX_PROBED else ""
     for name in sorted(TOOL_PARSERS, key=lambda name: name in _UNMARKED):
         calls = _adapted(name, TOOL_PARSERS[name], added, source)
@@ -155,7 +155,7 @@ def _written_by(facts: TemplateFacts, added: Mapping[str, int], source: str) -> 
 
 
 def _reads(calls: CallSyntax, text: str, unmarked: bool) -> bool:
-    """Whether the text, from one of the marks on, is a call of the probe and nothing of another format's."""
+    """Whether the text, from one of the marks on, is exactly a call of the probe."""
     marks = calls.marks
     wanted = (*marks.open, *(marks.open_at_start if unmarked else ()))
     starts = [found.start() for mark in wanted for found in re.finditer(re.escape(mark), text)]
@@ -170,7 +170,7 @@ def _reads(calls: CallSyntax, text: str, unmarked: bool) -> bool:
 
 
 def _adapted(name: str | None, calls: CallSyntax | None, added: Mapping[str, int], source: str) -> CallSyntax | None:
-    """The syntax as this very model has it, where a family has several."""
+    """The syntax of this very model, if a family has several."""
     if calls is not None and name == "mistral" and "[ARGS]" not in added and "[ARGS]" not in source:
         return MISTRAL_ARRAY
     if calls is not None and name == "hy_v3":
@@ -180,7 +180,7 @@ def _adapted(name: str | None, calls: CallSyntax | None, added: Mapping[str, int
 
 
 def _reasoning_of(name: str | None, source: str, added: Mapping[str, int]) -> Reasoning | None:
-    """The marks of reasoning that the chat template or the vocabulary holds, those of the family first."""
+    """The marks of reasoning in the chat template or the vocabulary, the family's own first."""
     own = REASONING_PARSER_ALIASES.get(name or "", name or "")
     if own == HARMONY:
         return HARMONY_REASONING
@@ -196,7 +196,7 @@ def _reasoning_of(name: str | None, source: str, added: Mapping[str, int]) -> Re
 
 
 def _answer_begins(facts: TemplateFacts, reasoning: Reasoning | None) -> str:
-    """The generation prompt up to the marks of reasoning that it may hold."""
+    """The generation prompt up to the marks of reasoning in it."""
     prompt = facts.generation_prompt
     for mark in (*reasoning.open, *reasoning.close) if reasoning else ():
         prompt = prompt.partition(mark.rstrip())[0]

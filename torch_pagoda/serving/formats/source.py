@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, read by generators that pause where it has not come yet.
+"""Text that arrives in pieces, read by generators that pause until more arrives.
 
-A reader of a format is written as if all of its text were there. Each of the methods below is a generator to be used
-with ``yield from``: it yields None while it needs more text and returns what it has read. What it returns depends on
-the text only, never on how it was cut; no character is looked at more than a few times.
+A reader of a format is written as if all of its text were there. Each method below is a generator for ``yield from``:
+it yields None while it needs more text and returns the text it read. The result depends on the text only, never on
+how it was cut; each character is examined at most a few times.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ParsedCall:
-    """A call as it was read; ``id`` where the model writes one.
+    """A parsed call; ``id`` if the model wrote one.
 
     Attributes:
-        known_only: it counts only if it names one of the request's tools (its format has no marker of its own).
+        known_only: the call counts only if it names a tool of the request (its format has no marker).
     """
 
     name: str
@@ -33,11 +33,11 @@ class ParsedCall:
 
 
 Steps: TypeAlias = Generator[list[ParsedCall] | None, None, T]
-"""Yields calls when they are complete, those of an array together, and None to wait for text; returns what was read.
+"""Yields calls when they are complete, those of an array together, and None to wait for text.
 """
 
 MAX_DEPTH = 64
-"""Brackets within each other in the arguments of a call."""
+"""Maximum depth of brackets in the arguments of a call."""
 
 _SPACE = re.compile(r"\s*")
 _JSON_OUTSIDE = re.compile(r'[\s,:0-9E+\-.a-z]*(?:(["{}\[\]])|\Z|(?P<illegal>.))', re.DOTALL)
@@ -47,16 +47,16 @@ _CLOSER = {"{": "}", "[": "]", "(": ")"}
 
 
 class Malformed(ValueError):
-    """The text is not a call of the format; read as far as ``Source.pos``."""
+    """The text is not a call of the format; it was read up to ``Source.pos``."""
 
 
 class Source:
-    """Text up to now.
+    """The text received so far.
 
     Attributes:
-        text: what has come and is still needed.
-        pos: up to where it has been read.
-        ended: nothing follows.
+        text: received text that is still needed.
+        pos: end of the text that has been read.
+        ended: no more text follows.
     """
 
     def __init__(self) -> None:
@@ -66,16 +66,16 @@ class Source:
 
     @property
     def at_end(self) -> bool:
-        """Whether all of the text was read and nothing follows."""
+        """Whether all text was read and no more follows."""
         return self.ended and self.pos >= len(self.text)
 
     def forget(self) -> None:
-        """Drop what has been read, once that is most of the text: so a character is moved once or twice."""
+        """Drop read text once it is most of the text, so that a character is moved at most twice."""
         if self.pos * 2 >= len(self.text):
             self.text, self.pos = self.text[self.pos :], 0
 
     def space(self) -> Steps[None]:
-        """Pass over white space."""
+        """Skip white space."""
         while True:
             self.pos = _end(_SPACE, self.text, self.pos)
             if self.pos < len(self.text) or self.ended:
@@ -83,7 +83,7 @@ class Source:
             yield None
 
     def peek(self, *literals: str) -> Steps[str | None]:
-        """The longest of the literals that stands here, not passed over; None where none does."""
+        """The longest of the literals that follows, without skipping it; None if none does."""
         while True:
             rest = self.text[self.pos : self.pos + max(map(len, literals))]
             if self.ended or not any(len(literal) > len(rest) and literal.startswith(rest) for literal in literals):
@@ -91,22 +91,22 @@ class Source:
             yield None
 
     def accept(self, *literals: str) -> Steps[str | None]:
-        """As ``peek``, and passes over it."""
+        """As ``peek``, but skips the literal."""
         found = yield from self.peek(*literals)
         self.pos += len(found or "")
         return found
 
     def expect(self, *literals: str) -> Steps[str]:
-        """As ``accept``; one of them has to stand here."""
+        """As ``accept``, but one of them must follow."""
         found = yield from self.accept(*literals)
         if found is None:
-            raise Malformed(f"none of {literals} at {self.text[self.pos : self.pos + 20]!r}")
+            raise Malformed(f"expected one of {literals} at {self.text[self.pos : self.pos + 20]!r}")
         return found
 
     def until(self, *literals: str) -> Steps[tuple[str, str]]:
-        """Text before the first of the literals, which is passed over, and that literal.
+        """Text before the first of the literals, and that literal, which is skipped.
 
-        None of them may lie within another.
+        No literal may contain another.
         """
         pattern, overlap = _any_of(literals), max(map(len, literals)) - 1
         start = begin = self.pos
@@ -116,24 +116,24 @@ class Source:
                 return self.text[start : found.start()], found.group()
             if self.ended:
                 self.pos = len(self.text)
-                raise Malformed(f"none of {literals} up to the end")
+                raise Malformed(f"none of {literals} before the end")
             begin = max(start, len(self.text) - overlap)
             yield None
 
     def another(self, opener: str, closer: str) -> Steps[bool]:
-        """Pass over the opener of a section's next call; False where the section or the text ends."""
+        """Skip the opener of a section's next call; returns False at the end of the section or the text."""
         yield from self.space()
         return not self.at_end and (yield from self.expect(opener, closer)) == opener
 
     def value(self, closer: str, followers: tuple[str, ...], missing: MissingCloser | None = None) -> Steps[str]:
-        """Text before ``closer``; one that neither a follower nor the end comes after belongs to the text.
+        """Text before ``closer``; a closer counts only if a follower or the end comes after it.
 
-        White space may stand in between. So a value can hold its own closer, as text about the format does.
+        White space may separate them. So a value may contain its own closer, as text about the format does.
 
         Args:
-            closer: of the value.
-            followers: what may stand behind the closer.
-            missing: how it is known that the model left the closer out; None: it is not looked for.
+            closer: ends the value.
+            followers: texts that may follow the closer.
+            missing: how to detect a closer that the model left out; None: do not.
         """
         start = self.pos
         ends = (missing.opener, missing.end) if missing else ()
@@ -154,7 +154,7 @@ class Source:
                 return self.text[start:begin]
 
     def stray_closers(self, *followers: str) -> Steps[None]:
-        """Pass over white space, and closing brackets that are too many if a follower or the end comes after them."""
+        """Skip white space, and extra closing brackets if a follower or the end comes after them."""
         start = self.pos
         while True:
             yield from self.space()
@@ -166,7 +166,7 @@ class Source:
             yield from self.space()
 
     def json(self) -> Steps[Any]:
-        """A JSON object or array. Control characters may stand in strings as they are; NaN and infinities may not."""
+        """A JSON object or array. Strings may contain raw control characters; NaN and infinities are rejected."""
         text = yield from self._balanced("{[", _JSON_OUTSIDE)
         return load_json(text)
 
@@ -175,17 +175,17 @@ class Source:
         return (yield from self._balanced("[", _PYTHON_OUTSIDE))
 
     def _balanced(self, openers: str, outside: re.Pattern[str]) -> Steps[str]:
-        """Text from one of the brackets here to the one that closes it, strings with escapes passed over."""
+        """Text from one of the brackets here to the matching one; skips strings with escapes."""
         start = self.pos
         yield from self.peek(*openers)
         if self.text[start : start + 1] not in tuple(openers):
-            raise Malformed(f"no {openers[0]} at {self.text[start : start + 20]!r}")
+            raise Malformed(f"expected {openers[0]} at {self.text[start : start + 20]!r}")
         closers: list[str] = []
         quote = ""
         while True:
             if self.pos >= len(self.text):
                 if self.ended:
-                    raise Malformed("a bracket is not closed")
+                    raise Malformed("unclosed bracket")
                 yield None
                 continue
             match = (_IN_STRING[quote] if quote else outside).match(self.text, self.pos)
@@ -193,7 +193,7 @@ class Source:
             found = match.group(1)
             if match.lastgroup == "illegal":
                 self.pos = match.end() - 1
-                raise Malformed(f"{self.text[self.pos]!r} outside of strings")
+                raise Malformed(f"{self.text[self.pos]!r} outside a string")
             if found is None:
                 self.pos = match.end()
             elif found == "\\":
@@ -209,23 +209,23 @@ class Source:
                 elif found in _CLOSER:
                     closers.append(_CLOSER[found])
                     if len(closers) > MAX_DEPTH:
-                        raise Malformed(f"more than {MAX_DEPTH} brackets within each other")
+                        raise Malformed(f"brackets are nested deeper than {MAX_DEPTH} levels")
                 elif closers.pop() != found:
-                    raise Malformed(f"{found!r} closes another bracket")
+                    raise Malformed(f"mismatched {found!r}")
                 if not closers:
                     return self.text[start : self.pos]
 
 
 @dataclass(frozen=True)
 class MissingCloser:
-    """How a value's end is known where the model left its closer out.
+    """Detects a value's end if the model left its closer out.
 
     Attributes:
         opener: before the name of another argument.
         end: of the call.
-        is_next: whether an argument of this name may come now.
-        behind_end: what comes behind the end of a call, if not the end of all text.
-        ends_lines: the line break before what ends a value is none of the value's.
+        is_next: whether an argument of this name may follow.
+        behind_end: text after the end of a call, if not the end of all text.
+        ends_lines: the line break before the end of a value is not part of it.
     """
 
     opener: str
@@ -235,7 +235,7 @@ class MissingCloser:
     ends_lines: bool = True
 
     def is_here(self, source: Source, mark: str) -> Steps[bool]:
-        """Whether the value ended at a mark, one of the two, that was just passed over."""
+        """Whether the mark just skipped, one of the two, ended the value."""
         if mark == self.end:
             yield from source.space()
             return source.at_end or (yield from source.peek(*self.behind_end)) is not None
@@ -247,16 +247,16 @@ class MissingCloser:
 
 
 MAX_NAME = 256
-"""Characters between the opener of an argument and the end of its name."""
+"""Maximum characters between the opener of an argument and the end of its name."""
 
 _ARGUMENT_NAME = re.compile(rf"""(?=["']?([^<>"']{{0,{MAX_NAME}}}))[^<>]{{0,{MAX_NAME}}}""")
 
 
 def load_json(text: str) -> Any:
-    """The value of JSON text; control characters may stand in strings as they are.
+    """Parse JSON text; strings may contain raw control characters.
 
     Raises:
-        Malformed: it is none, or holds a number that JSON cannot.
+        Malformed: it is not JSON, or contains a number that JSON cannot represent.
     """
     try:
         return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)

@@ -1,4 +1,4 @@
-"""Readers of calls that are written as tags with bare values: Qwen3-Coder, Step, MiniMax, GLM, Hunyuan, DeepSeek."""
+"""Readers of calls written as tags with bare values: Qwen3-Coder, Step, MiniMax, GLM, Hunyuan, DeepSeek."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def function_tags(lenient: bool = True) -> CallReader:
 
 
 def _may_follow(key: str, name: str, tools: Sequence[Tool], arguments: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Whether an argument may come behind the value of ``key``: the tool declares it, and it did not come yet."""
+    """Whether an argument may follow the value of ``key``: the tool declares it, and it has not occurred yet."""
     declared: Mapping[str, Any] = next(
         (tool.parameters.get("properties", {}) for tool in tools if tool.name == name), {}
     )
@@ -57,9 +57,9 @@ def invocations(opener: str, closer: str, prefix: str = "", lenient: bool = True
     """A section of ``<invoke name="NAME"><parameter name="KEY">VALUE</parameter></invoke>``.
 
     Args:
-        opener: of the section.
-        closer: of the section.
-        prefix: before the tags' names. DeepSeek's tags also say whether the value is text: ``string="true"``.
+        opener: begins the section.
+        closer: ends the section.
+        prefix: precedes the tags' names. DeepSeek's tags also say whether the value is text: ``string="true"``.
         lenient: the end of a value may be missing before another declared parameter, or at the end of the call.
     """
     invoke, parameter = f"<{prefix}invoke name=", f"<{prefix}parameter name="
@@ -114,7 +114,7 @@ def hunyuan(suffix: str = "", lenient: bool = True) -> CallReader:
     """A section ``<tool_calls>`` of ``<tool_call>NAME<tool_sep>`` and keyed values as GLM's.
 
     Args:
-        suffix: at the end of the tags' names, as some tokenizers have it.
+        suffix: ends the tags' names, with some tokenizers.
         lenient: as for ``invocations``.
     """
 
@@ -133,9 +133,9 @@ def hunyuan(suffix: str = "", lenient: bool = True) -> CallReader:
 def _keyed(
     source: Source, tools: Sequence[Tool], name: str, mark: str, suffix: str, behind_end: tuple[str, ...] | None
 ) -> Steps[ParsedCall]:
-    """A call from behind its first ``<arg_key>``, or behind its end, whichever ``mark`` is.
+    """A call from behind its first ``<arg_key>``, or from behind its end, as ``mark`` says.
 
-    ``behind_end``: what comes behind a call; None: the end of a value is never missing.
+    ``behind_end``: text after a call; None: the end of a value is never missing.
     """
     arguments: dict[str, Any] = {}
     while not mark.startswith("</"):
@@ -154,5 +154,5 @@ def _keyed(
 
 
 def _line(text: str) -> str:
-    """The text without one line break on either side."""
+    """The text without one line break on each side."""
     return text.removeprefix("\n").removesuffix("\n")

@@ -1,4 +1,4 @@
-"""The tools of a request: what a client may send as ``tools`` and ``tool_choice``, checked."""
+"""Validation of a request's ``tools`` and ``tool_choice``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 MAX_TOOLS = 128
 MAX_TOOL_SIZE = 256 * 1024
-"""Characters of the strings of one tool's declaration, and its values, taken together."""
+"""Maximum size of one tool's declaration: characters of its strings plus its number of values."""
 MAX_TOOLS_SIZE = 1024 * 1024
-"""The same of all tools together."""
+"""Maximum size of all tools together."""
 MAX_SCHEMA_DEPTH = 64
 
 TOOL_NAME = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.:/-]{0,126}[A-Za-z0-9_])?", re.ASCII)
-"""Names of functions: OpenAI's, and those with dots, colons and slashes that MCP servers use."""
+"""Names of functions: OpenAI's, and those with dots, colons and slashes of MCP servers."""
 
 _PARAMETER_NAME = re.compile(r"[^<>\"'\x00-\x1f\x7f]{1,256}")
 
@@ -27,7 +27,7 @@ class Tool:
     Attributes:
         name: matches ``TOOL_NAME``; no other tool of the request has it.
         parameters: JSON schema of its arguments, an object's.
-        strict: calls have to fit the schema.
+        strict: calls must fit the schema.
         declaration: the tool as the client sent it, for the chat template.
     """
 
@@ -39,12 +39,12 @@ class Tool:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which tools may be called.
+    """The tools that may be called.
 
     Attributes:
-        mode: ``"none"``, ``"auto"``: as the model likes, ``"required"``: at least one of them.
-        names: only these; None: any. With ``"required"`` and one name: that one.
-        once: a single call, as a client expects that names the function.
+        mode: ``"none"``, ``"auto"``: the model decides, ``"required"``: at least one.
+        names: the allowed ones; None: any. With ``"required"`` and one name: that one.
+        once: a single call, which clients expect if they name the function.
     """
 
     mode: Literal["none", "auto", "required"]
@@ -56,10 +56,10 @@ def check_tools(tools: Any) -> list[Tool]:
     """The tools of a request.
 
     Args:
-        tools: the field as it came, or None.
+        tools: the request's field, or None.
 
     Raises:
-        ValueError: it is not what OpenAI's API takes, or too large; the message names the place.
+        ValueError: OpenAI's API would reject it, or it is too large; the message names the field.
     """
     if tools is None:
         return []
@@ -76,23 +76,21 @@ def check_tools(tools: Any) -> list[Tool]:
         place = f"tools[{index}]"
         size += _check_size(tool, place)
         if size > MAX_TOOLS_SIZE:
-            raise ValueError(
-                f"tools is larger than {MAX_TOOLS_SIZE} characters with {place}; shorten the declarations"
-            )
+            raise ValueError(f"tools exceeds {MAX_TOOLS_SIZE} characters at {place}; shorten the declarations")
         checked.append(_check_tool(tool, place))
         first = names.setdefault(checked[-1].name, index)
         if first != index:
             raise ValueError(
-                f"{place}.function.name={checked[-1].name!r} is that of tools[{first}]; rename one of them"
+                f"{place}.function.name={checked[-1].name!r} duplicates tools[{first}]; rename one of them"
             )
     return checked
 
 
 def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
-    """The ``tool_choice`` of a request; absent (None) it is ``"auto"`` with tools and ``"none"`` without.
+    """The ``tool_choice`` of a request; if absent (None), ``"auto"`` with tools and ``"none"`` without.
 
     Raises:
-        ValueError: it is not what OpenAI's API takes, or names no tool of the request.
+        ValueError: OpenAI's API would reject it, or it names a tool that the request lacks.
     """
     if choice is None or choice == "auto":
         return ToolChoice("auto" if tools else "none")
@@ -100,7 +98,7 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         return ToolChoice("none")
     if choice == "required":
         if not tools:
-            raise ValueError("tool_choice='required' without tools; pass tools")
+            raise ValueError("tool_choice='required' needs tools; pass tools")
         return ToolChoice("required")
     if isinstance(choice, dict) and choice.get("type") == "function":
         function = choice.get("function")
@@ -111,16 +109,18 @@ def check_tool_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
         mode = allowed.get("mode", "auto") if isinstance(allowed, dict) else None
         listed = allowed.get("tools") if isinstance(allowed, dict) else None
         if mode not in ("auto", "required") or not isinstance(listed, list) or not 0 < len(listed) <= MAX_TOOLS:
-            raise ValueError("tool_choice.allowed_tools is not {'mode': 'auto' or 'required', 'tools': [...]}")
+            raise ValueError(
+                "tool_choice.allowed_tools is invalid; pass {'mode': 'auto' or 'required', 'tools': [...]}"
+            )
         return ToolChoice(mode, _known([_name_of(tool) for tool in listed], tools, "tool_choice.allowed_tools.tools"))
     raise ValueError(
-        "tool_choice is none of 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} and "
+        "tool_choice is invalid; use 'none', 'auto', 'required', {'type': 'function', 'function': {'name': ...}} or "
         "{'type': 'allowed_tools', 'allowed_tools': {'mode': ..., 'tools': [...]}}"
     )
 
 
 def chosen(tools: Sequence[Tool], choice: ToolChoice) -> list[Tool]:
-    """The tools that a choice leaves."""
+    """The tools that a choice allows."""
     if choice.mode == "none":
         return []
     return [tool for tool in tools if choice.names is None or tool.name in choice.names]
@@ -136,7 +136,9 @@ def _name_of(tool: Any) -> Any:
 def _known(names: Sequence[Any], tools: Sequence[Tool], place: str) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or all(tool.name != name for tool in tools):
-            raise ValueError(f"{place}={str(name)[:80]!r} is not a tool of this request; name one of tools")
+            raise ValueError(
+                f"{place}={str(name)[:80]!r} is not a tool of this request; use the name of one of tools"
+            )
     return tuple(dict.fromkeys(names))
 
 
@@ -149,14 +151,14 @@ def _check_tool(tool: Any, place: str) -> Tool:
     name = function.get("name")
     if not isinstance(name, str) or not TOOL_NAME.fullmatch(name):
         raise ValueError(
-            f"{place}.function.name={str(name)[:80]!r} is not a name; use up to 128 letters, digits and "
-            "_ . : / -, the first and the last of them a letter, a digit or _"
+            f"{place}.function.name={str(name)[:80]!r} is not a valid name; use up to 128 letters, digits and "
+            "_ . : / -, beginning and ending with a letter, a digit or _"
         )
     if not isinstance(function.get("description", ""), str | None):
-        raise ValueError(f"{place}.function.description is not a string")
+        raise ValueError(f"{place}.function.description is not a string; pass a string")
     strict = function.get("strict")
     if strict is not None and not isinstance(strict, bool):
-        raise ValueError(f"{place}.function.strict is neither true nor false")
+        raise ValueError(f"{place}.function.strict is not a boolean; pass true or false")
     parameters = function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -168,15 +170,15 @@ def _check_parameters(parameters: Any, place: str) -> None:
     if not isinstance(parameters, dict):
         raise ValueError(f"{place} is not a JSON schema; pass {{'type': 'object', 'properties': {{...}}}}")
     if parameters.get("type", "object") != "object":
-        raise ValueError(f"{place}.type is not 'object'; arguments are an object")
+        raise ValueError(f"{place}.type is not 'object'; use 'object'")
     properties = parameters.get("properties", {})
     if not isinstance(properties, dict):
-        raise ValueError(f"{place}.properties is not an object")
+        raise ValueError(f"{place}.properties is not an object; pass an object")
     for name, schema in properties.items():
         if not _PARAMETER_NAME.fullmatch(name):
             raise ValueError(
-                f"{place}.properties has {name[:80]!r}, which formats of calls cannot write; name it with 1 to 256 "
-                "characters other than quotes, <, > and control characters"
+                f"{place}.properties has {name[:80]!r}, which tool-call formats cannot represent; use a name of 1 to "
+                "256 characters other than quotes, <, > and control characters"
             )
         if not isinstance(schema, dict | bool):
             raise ValueError(f"{place}.properties[{name!r}] is not a JSON schema")
@@ -186,7 +188,7 @@ def _check_parameters(parameters: Any, place: str) -> None:
 
 
 def _check_size(tool: Any, place: str) -> int:
-    """Characters of all strings and one for every other value; never recurses deeper than is allowed."""
+    """Characters of all strings plus one for every other value; bounds its own recursion."""
     size = 0
     level: list[Any] = [tool]
     for _ in range(MAX_SCHEMA_DEPTH):
@@ -199,7 +201,7 @@ def _check_size(tool: Any, place: str) -> int:
             elif isinstance(value, list):
                 deeper += value
         if size > MAX_TOOL_SIZE:
-            raise ValueError(f"{place} is larger than {MAX_TOOL_SIZE} characters; shorten it")
+            raise ValueError(f"{place} exceeds {MAX_TOOL_SIZE} characters; shorten it")
         if not deeper:
             return size
         level = deeper

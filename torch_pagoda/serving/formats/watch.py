@@ -7,7 +7,7 @@ from functools import lru_cache
 
 
 class Watch:
-    """Marks that are looked for in text that is still growing."""
+    """Finds marks in text that is still growing."""
 
     def __init__(self, marks: tuple[str, ...]) -> None:
         ordered = sorted({mark for mark in marks if mark}, key=len, reverse=True)
@@ -26,11 +26,11 @@ class Watch:
         return found.group() if found else None
 
     def may_begin(self, text: str, pos: int) -> bool:
-        """Whether all of the text from ``pos`` on is the beginning of a mark."""
+        """Whether the text from ``pos`` on is the beginning of a mark."""
         return len(text) - pos < self._longest and text[pos:] in self._beginnings
 
     def held(self, text: str, pos: int) -> int:
-        """Where the end of the text may be the beginning of a mark; the text's length where it cannot."""
+        """Position from which the end of the text may be the beginning of a mark; the text's length if it cannot."""
         for start in range(max(pos, len(text) - self._longest + 1), len(text)):
             if text[start] in self._firsts and text[start:] in self._beginnings:
                 return start
@@ -39,5 +39,5 @@ class Watch:
 
 @lru_cache(maxsize=64)
 def watch(marks: tuple[str, ...]) -> Watch:
-    """The same for all completions of a format."""
+    """The marks shared by all completions of a format."""
     return Watch(marks)

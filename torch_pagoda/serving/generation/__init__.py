@@ -1,1 +1,1 @@
-"""One request for text from admission to its answer: prompts, submission, choices, streams."""
+"""One generation request from admission to response: prompts, submission, choices, streams."""

@@ -1,4 +1,4 @@
-"""Refusals that cost the engine nothing: the queue is full, too many tokens wait, the engine is not there."""
+"""Admission control in the API process: queue limits, token limits, engine availability."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from ..http.errors import ApiError
 from ..settings import Settings
 
 _RATE_WINDOW = 256
-"""Latest completions whose ends tell the rate."""
+"""Number of latest completions that the rate is computed from."""
 
 
 class Admission:
-    """Counts what is under way, and says when nothing more fits.
+    """Counts requests in progress, and refuses more than fit.
 
-    All of it is known here, so a refusal takes no hop to the engine, whose own limit is the same and final.
+    The API process has all the numbers, so a refusal needs no message to the engine, whose own limit is the same and
+    final.
 
     Args:
         settings: the limits.
@@ -28,13 +29,13 @@ class Admission:
     def __init__(self, settings: Settings, client: EngineClient) -> None:
         self._settings, self._client = settings, client
         self.is_draining = False
-        """Nothing new is taken."""
+        """True while draining: refuse new requests."""
         self.num_requests = 0
-        """Requests under way."""
+        """Requests in progress."""
         self.num_completions = 0
-        """Completions under way, waiting ones included."""
+        """Completions in progress, waiting ones included."""
         self.num_places = 0
-        """Requests that are made ready for the engine; each will be one completion or more."""
+        """Requests in preparation for the engine, one completion or more each."""
         self._ends: deque[float] = deque(maxlen=_RATE_WINDOW)
         self._stats: Mapping[str, int | float] | None = None
         self._tokens_since_stats = 0
@@ -46,23 +47,25 @@ class Admission:
             ApiError: 503.
         """
         if self.is_draining:
-            raise unavailable("draining", "The server shuts down and takes nothing new.", self._drain_seconds())
+            raise unavailable(
+                "draining", "The server is shutting down and accepts no new requests.", self._drain_seconds()
+            )
         self.check_loaded()
 
     def check_loaded(self) -> None:
-        """Refuse what needs to know the engine.
+        """Refuse requests that need facts about the engine.
 
         Raises:
-            ApiError: 503; it loads, or is dead.
+            ApiError: 503; the engine is loading or dead.
         """
         if self._client.state != "ready":
             raise engine_unavailable(self._client.state)
 
     def check_room(self, completions: int = 1, prompt_tokens: int = 1) -> None:
-        """Refuse what does not fit beside what is under way, or is made ready.
+        """Refuse what exceeds the limits together with the requests in progress and in preparation.
 
         Args:
-            completions, prompt_tokens: of the request; every one has these at least.
+            completions, prompt_tokens: of the request, at least.
 
         Raises:
             ApiError: 429 with Retry-After, or 503.
@@ -77,8 +80,8 @@ class Admission:
         if taken + completions > most:
             raise self._full(
                 "queue_full",
-                f"{taken} completions are under way, which with {completions} more is above the limit of {most}; "
-                "come back later, or start with --max-queue",
+                f"{completions} more completions would exceed the limit of {most} ({taken} are in progress); retry "
+                "later, or raise --max-queue",
             )
         self._read_stats()
         limit = self._settings.max_queued_tokens
@@ -86,12 +89,12 @@ class Admission:
         if limit is not None and waiting and waiting + prompt_tokens > limit:
             raise self._full(
                 "too_many_tokens_queued",
-                f"{waiting} prompt tokens wait, which with {prompt_tokens} more is above the limit of {limit}; come "
-                "back later, or start with --max-queued-tokens",
+                f"{prompt_tokens} more prompt tokens would exceed the limit of {limit} ({waiting} are queued); retry "
+                "later, or raise --max-queued-tokens",
             )
 
     def reserve(self) -> Place:
-        """Keep room for one completion of a request that is going to be made ready.
+        """Reserve room for one completion of a request in preparation.
 
         Raises:
             ApiError: 429 with Retry-After, or 503.
@@ -100,11 +103,11 @@ class Admission:
         return Place(self)
 
     def enter(self, completions: int, prompt_tokens: int, place: Place | None = None) -> Ticket:
-        """Let a request in; its ticket is to be closed at its end.
+        """Admit a request; close its ticket at the end of the request.
 
         Args:
             completions, prompt_tokens: of the request.
-            place: that was kept for it; it is given up, whatever comes of this.
+            place: its reservation, which is released in any case.
 
         Raises:
             ApiError: 429 with Retry-After, or 503.
@@ -116,11 +119,11 @@ class Admission:
         return Ticket(self, completions, prompt_tokens)
 
     def refused_by_engine(self, message: str) -> ApiError:
-        """The answer where the engine's own queue was full."""
+        """The error for a full queue of the engine's own."""
         return self._full("queue_full", message)
 
     def retry_after(self) -> int:
-        """Seconds after which the queue should be shorter, 1 to 60: what is under way by the rate of its ends."""
+        """Seconds until the queue should be shorter, 1 to 60: completions in progress divided by the rate of ends."""
         if len(self._ends) < 2:
             return 1
         seconds = max(time.monotonic() - self._ends[0], 1e-3)
@@ -129,17 +132,17 @@ class Admission:
         return min(max(math.ceil(waiting / rate), 1), 60)
 
     def count_end(self) -> None:
-        """A completion has ended."""
+        """Count the end of a completion."""
         self._ends.append(time.monotonic())
 
     def give_back(self, prompt_tokens: int, since: object) -> None:
-        """Tokens of a request that the engine did not take; ``since``: ``tokens_known`` when it was let in."""
+        """Release the tokens of a request that the engine refused; ``since``: ``tokens_known`` at its admission."""
         if since is self._stats:
             self._tokens_since_stats = max(self._tokens_since_stats - prompt_tokens, 0)
 
     @property
     def tokens_known(self) -> object:
-        """The figures of the engine that tokens are counted since."""
+        """The engine statistics since which tokens are counted."""
         return self._stats
 
     def _full(self, code: str, message: str) -> ApiError:
@@ -158,7 +161,7 @@ class Admission:
 
 
 class Place:
-    """Room for one completion of a request that is made ready."""
+    """A reservation for one completion of a request in preparation."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -166,14 +169,14 @@ class Place:
         self._is_closed = False
 
     def close(self) -> None:
-        """Keep it no longer."""
+        """Release the reservation."""
         if not self._is_closed:
             self._is_closed = True
             self._admission.num_places -= 1
 
 
 class Ticket:
-    """One request's share of what is under way."""
+    """The share of one request in the totals."""
 
     def __init__(self, admission: Admission, completions: int, prompt_tokens: int = 0) -> None:
         self._admission, self._left = admission, completions
@@ -183,18 +186,18 @@ class Ticket:
         self._is_closed = False
 
     def not_taken(self) -> None:
-        """The engine refused the request: its prompt waits nowhere."""
+        """The engine refused the request, so its prompt is not queued."""
         self._admission.give_back(self._prompt_tokens, self._since)
 
     def completion_ended(self) -> None:
-        """One completion less."""
+        """Count one completion less."""
         if self._left:
             self._left -= 1
             self._admission.num_completions -= 1
             self._admission.count_end()
 
     def close(self) -> None:
-        """The request has ended; what had not is counted as gone."""
+        """End the request; unfinished completions no longer count."""
         if not self._is_closed:
             self._is_closed = True
             self._admission.num_requests -= 1
@@ -203,10 +206,10 @@ class Ticket:
 
 
 def engine_unavailable(state: str) -> ApiError:
-    """The answer while the engine loads, or where it is dead."""
+    """The error while the engine is loading or dead."""
     if state == "loading":
-        return unavailable("loading", "The model is being loaded.", 5)
-    return unavailable("engine_dead", "The engine has ended; the server's log says more.", 10)
+        return unavailable("loading", "The model is loading.", 5)
+    return unavailable("engine_dead", "The engine has ended; see the server log.", 10)
 
 
 def of_unavailable(error: EngineUnavailable) -> ApiError:
@@ -215,5 +218,5 @@ def of_unavailable(error: EngineUnavailable) -> ApiError:
 
 
 def unavailable(code: str, message: str, seconds: int) -> ApiError:
-    """A 503 that names the seconds after which to come back."""
+    """A 503 with the seconds until a retry."""
     return ApiError(503, code, message, headers={"retry-after": str(seconds)})

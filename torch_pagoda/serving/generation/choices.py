@@ -1,4 +1,4 @@
-"""Choices of an answer that is sent as one object, put together from their pieces."""
+"""Choices of a response without streaming, assembled from their pieces."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .generate import ChoiceEnd, Piece, StopReason
 
 @dataclass(slots=True)
 class Choice:
-    """One choice, up to now."""
+    """One choice so far."""
 
     texts: list[str] = field(default_factory=list)
     reasonings: list[str] = field(default_factory=list)
@@ -24,7 +24,7 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Content."""
+        """Text of the content."""
         return "".join(self.texts)
 
     @property
@@ -34,7 +34,7 @@ class Choice:
 
 
 class Choices:
-    """All choices of an answer."""
+    """All choices of a response."""
 
     def __init__(self, count: int) -> None:
         self.by_index = [Choice() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""State that the routes of one server share; there are no globals."""
+"""State shared by the routes of one server; there are no globals."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 _MOST_BUCKETS_FOR = 2**20
-"""Tokens that histograms reach to where the engine is not there yet to say."""
+"""Maximum tokens of the histograms until the engine reports its limit."""
 
 
 class Front:
     """One server's state.
 
     Args:
-        settings: of the server.
-        client: its engine.
+        settings: the server's settings.
+        client: client of its engine.
         tokenizer: a HuggingFace tokenizer, or None.
-        formats: of tool calls and reasoning; None: none is known.
-        log: of finished requests.
-        tracer: of the same.
+        formats: formats of tool calls and reasoning; None: unknown.
+        log: log of finished requests.
+        tracer: tracer of finished requests.
     """
 
     def __init__(
@@ -62,22 +62,22 @@ class Front:
             longest = _MOST_BUCKETS_FOR
         self.metrics = ServerMetrics(client, settings.model_name, longest, settings.metrics_prefix)
         self.renderer = MarkdownRenderer()
-        """Of the chat page."""
+        """Renderer of the chat page."""
         self.grammars = Grammars(tokenizer, self.metrics.observe_grammar)
         self.prompts = Prompts(tokenizer, settings.chat_template, settings.chat_template_kwargs)
         self.admission = Admission(settings, client)
         self.generations: set[Generation] = set()
-        """Those under way."""
+        """Generations in progress."""
         self.ignored_fields: set[str] = set()
-        """Names that were logged already."""
+        """Fields that were logged already."""
 
     @cached_property
     def template_facts(self) -> TemplateFacts:
-        """What the chat template takes and writes, found out when it is first asked."""
+        """What the chat template accepts and writes, determined at the first use."""
         return probe_template(self.tokenizer, self.settings.chat_template)
 
     def close(self) -> None:
-        """End what belongs to the server; the engine does not."""
+        """Release the server's resources, except the engine."""
         self.prompts.close()
         self.grammars.close()
         self.renderer.close()
@@ -85,35 +85,35 @@ class Front:
             self.tracer.close()
 
     def begin_drain(self) -> None:
-        """Take nothing new."""
+        """Refuse new requests."""
         self.admission.is_draining = True
 
     async def drained(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until no request is in progress."""
         while self.admission.num_requests or self.generations:
             await asyncio.sleep(0.02)
 
     def cut(self) -> None:
-        """End everything that is under way with what it has."""
+        """End all requests in progress with their output so far."""
         for generation in list(self.generations):
             generation.cut()
 
     def model_name(self, asked: str | None) -> str:
-        """The name to answer under.
+        """The model name to answer with.
 
         Raises:
-            ApiError: 404; the model is not served.
+            ApiError: 404; the model does not exist.
         """
         if not asked:
             return self.settings.model_name
         if asked in self.settings.served_model_names:
             return asked
         names = ", ".join(self.settings.served_model_names)
-        text = f"The model {asked[:100]!r} does not exist; this server has {names}"
+        text = f"The model {asked[:100]!r} does not exist; this server serves {names}"
         raise ApiError(404, "model_not_found", text, param="model")
 
     def watch(self, scope: Mapping[str, Any], endpoint: str) -> RequestWatch:
-        """A watch over a request for text, from its arrival."""
+        """Start a watch over a generation request, at its arrival."""
         traces = {
             name: value.decode("latin-1")
             for header, value in scope["headers"]
@@ -129,18 +129,18 @@ class Front:
         )
 
     def ended(self, record: RequestRecord, *, prompt: object = None, output: object = None) -> None:
-        """Count, log and trace a request that has ended."""
+        """Count, log and trace a finished request."""
         self.metrics.observe(record)
         self.log.write(record, prompt=prompt, output=output)
         if self.tracer is not None:
             self.tracer.export(record)
 
     def new_id(self, prefix: str) -> str:
-        """An id for an answer."""
+        """A new response id."""
         return f"{prefix}-{uuid.uuid4().hex}"
 
 
 def key_name(scope: Mapping[str, Any]) -> str | None:
-    """Name of the key that a request came with."""
+    """Name of the request's API key."""
     name = scope.get("state", {}).get("key_name")
     return name if isinstance(name, str) else None

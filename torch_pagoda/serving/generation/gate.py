@@ -1,4 +1,4 @@
-"""The gate in front of requests for text: what cannot be taken is refused before anything is made of its body."""
+"""Refuses generation requests before their bodies are parsed, when the server is full."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/re
 
 
 class GateMiddleware:
-    """Keeps a place for a request for text, or refuses it.
+    """Reserves a place for a generation request, or refuses it.
 
-    A full server refuses at the head of a request. Where there is room, its body is waited for first: a place is kept
-    only for what can go on at once, so slow senders hold none. The request's watch and place are found in
-    ``scope["state"]["watch"]`` and ``["place"]``.
+    A full server refuses as soon as it has the headers. Otherwise the place is reserved once the body is complete, so
+    slow senders hold none. The request's watch and place are ``scope["state"]["watch"]`` and ``["place"]``.
 
     Args:
         app: the inner application.
-        front: of the server.
+        front: the server's state.
     """
 
     def __init__(self, app: ASGIApp, front: Front) -> None:
@@ -75,10 +74,10 @@ class GateMiddleware:
 
 
 class Turns:
-    """Lets one of many through in each round of the event loop.
+    """Lets one task per iteration of the event loop pass.
 
-    To make a request ready takes a millisecond of it. A hundred that come together would hold up all streams, and
-    refusals of others, for a tenth of a second.
+    Preparing a request takes a millisecond of the loop. A hundred at once would block all streams, and other
+    refusals, for a tenth of a second.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class Turns:
         self._is_taken = False
 
     async def take(self) -> None:
-        """Wait for a turn, in the order of calls; the first of a round need not."""
+        """Wait for a turn, in the order of calls; the first call of an iteration does not wait."""
         loop = asyncio.get_running_loop()
         if not self._is_taken:
             self._is_taken = True
@@ -107,7 +106,7 @@ class Turns:
 
 
 async def _whole_body(receive: Receive) -> bytes | None:
-    """The body of a request; None if the client goes before it is there."""
+    """The body of a request; None if the client disconnects before its end."""
     parts = []
     while True:
         message = await receive()

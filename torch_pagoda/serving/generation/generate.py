@@ -1,4 +1,4 @@
-"""One request for text: its submission, and the pieces of its choices, streamed or not."""
+"""One generation request: its submission, and the pieces of its choices, streamed or not."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ StopReason: TypeAlias = str | int | None
 """The stop string or token that ended a choice, ``"timeout"`` or ``"shutdown"``."""
 
 Left = Literal["disconnect", "stall"]
-"""Why nobody reads an answer any more."""
+"""Why a response has no reader any more."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A request for text, ready for the engine.
+    """A generation request, ready for the engine.
 
     Attributes:
-        id: of the answer, and of the submission.
-        request_id: of the HTTP request, for logs.
+        id: id of the response and of the submission.
+        request_id: id of the HTTP request, for logs.
         prompts: at least one.
         params: fields of ``SamplingParams``.
         options: fields of ``RequestOptions``.
-        streams: pieces are wanted as they come.
-        make_parser: of a choice's text; None: all of it is content.
-        parallel_tool_calls: a choice may hold more than one call; else what follows the first one is left out.
+        streams: deliver pieces as they arise.
+        make_parser: makes the parser of a choice's text; None: all text is content.
+        parallel_tool_calls: allow several calls in a choice; else drop what follows the first one.
     """
 
     id: str
@@ -58,7 +58,7 @@ class Ask:
 
     @property
     def n(self) -> int:
-        """Choices of a prompt."""
+        """Choices per prompt."""
         return int(self.params.get("n") or 1)
 
     @property
@@ -68,22 +68,22 @@ class Ask:
 
     @property
     def num_completions(self) -> int:
-        """Completions that run: with ``best_of`` more than there are choices."""
+        """Completions that run; with ``best_of``, more than there are choices."""
         return len(self.prompts) * int(self.params.get("best_of") or self.n)
 
 
 @dataclass(slots=True)
 class Piece:
-    """The part of one choice that is new.
+    """The new part of one choice.
 
     Attributes:
-        choice: its index.
-        text: content.
-        reasoning: likewise.
-        tool_calls: whole ones.
-        parsed: content, reasoning and calls in the order of the text; None: all of it is content.
+        choice: index of the choice.
+        text: new content.
+        reasoning: new reasoning.
+        tool_calls: complete ones.
+        parsed: content, reasoning and calls in the order of the text; None: all text is content.
         token_ids: new tokens.
-        logprobs: of them.
+        logprobs: their log-probabilities.
         finish_reason, stop_reason: with the last piece.
     """
 
@@ -99,35 +99,35 @@ class Piece:
 
     @property
     def events(self) -> list[Event]:
-        """What is new, in the order of the text."""
+        """New events, in the order of the text."""
         if self.parsed is not None:
             return self.parsed
         return [ContentDelta(self.text)] if self.text else []
 
 
 class Generation:
-    """One request under way, from admission to the end of its last choice.
+    """One request in progress, from admission to the end of its last choice.
 
-    ``start``, then ``next`` until ``finished``; ``close`` in any case.
+    Call ``start``, then ``next`` until ``finished``; call ``close`` in any case.
 
     Args:
-        front: of the server.
-        ask: what to do.
-        watch: over the request.
-        place: that was kept for it while it was made ready.
+        front: the server's state.
+        ask: the request.
+        watch: its watch.
+        place: its reservation during preparation.
     """
 
     def __init__(self, front: Front, ask: Ask, watch: RequestWatch, place: Place | None = None) -> None:
         self.front, self.ask, self.watch = front, ask, watch
         self._place = place
         self.left: Left | None = None
-        """Nobody reads any more."""
+        """Set when the response has no reader any more."""
         self.on_cut: Callable[[], object] | None = None
-        """Is told that the server shuts down."""
+        """Called when the server shuts down."""
         self.prompt_logprobs: list[list[list[TokenLogprob] | None] | None] = [None] * len(ask.prompts)
-        """Of each prompt, once they have come."""
+        """Cached tokens of each prompt, once known."""
         self.num_tokens = 0
-        """Generated, of all choices."""
+        """Generated tokens of all choices."""
         self._cached = [0] * len(ask.prompts)
         self._unfinished = set(range(ask.num_choices))
         self._spoken: set[int] = set()
@@ -140,11 +140,11 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Every choice has ended."""
+        """Whether every choice has ended."""
         return not self._unfinished
 
     def start(self) -> None:
-        """Hand the prompts to the engine.
+        """Submit the prompts to the engine.
 
         Raises:
             ApiError: 429 or 503.
@@ -192,11 +192,11 @@ class Generation:
                 raise self.front.admission.refused_by_engine(str(error)) from error
             raise from_value_error(error) from error
         except EngineDied as error:
-            raise unavailable("engine_dead", "The engine ended while it worked on this request.", 5) from error
+            raise unavailable("engine_dead", "The engine ended while running this request.", 5) from error
         finally:
             self._waiting = None
         if not deltas:
-            raise RuntimeError(f"the engine ended {self.ask.id} without the ends of {sorted(self._unfinished)}")
+            raise RuntimeError(f"the engine ended {self.ask.id} without finishing {sorted(self._unfinished)}")
         self.watch.saw(deltas)
         for delta in deltas:
             if delta.prompt_logprobs is not None:
@@ -204,18 +204,18 @@ class Generation:
         return [self._piece(delta) for delta in deltas]
 
     def usage_so_far(self) -> UsageSoFar:
-        """OpenAI's object ``usage``, as of now."""
+        """OpenAI's object ``usage``, so far."""
         prompt = sum(len(prompt.token_ids) for prompt in self.ask.prompts)
         return UsageSoFar(prompt, self.num_tokens, prompt + self.num_tokens)
 
     def usage(self) -> Usage:
-        """The same at the end."""
+        """OpenAI's object ``usage``, at the end."""
         so_far = self.usage_so_far()
         cached = CachedTokens(sum(self._cached))
         return Usage(so_far.prompt_tokens, so_far.completion_tokens, so_far.total_tokens, cached)
 
     def cut(self) -> None:
-        """End it with what it has, because the server shuts down."""
+        """End with the output so far, because the server shuts down."""
         self._is_cut = True
         if self._waiting is not None:
             self._waiting.cancel()
@@ -223,7 +223,7 @@ class Generation:
             self.on_cut()
 
     def close(self) -> None:
-        """End it; what has not finished is cancelled in the engine."""
+        """End the request; cancel what has not finished in the engine."""
         if self._stream is not None and self._unfinished:
             self._stream.cancel()
         if self._ticket is not None:
@@ -252,11 +252,11 @@ class Generation:
             raise ApiError(400, "invalid_schema", f"{delta.error}; change it", param="structured_outputs")
         if reason == "error":
             logger.error("request %s failed in the engine: %s", self.ask.request_id, delta.error)
-            text = f"The engine failed at this request; the log has more under {self.ask.request_id}."
+            text = f"Internal engine error. See the server log for request {self.ask.request_id}."
             raise ApiError(500, "internal_error", text)
         if reason == "timeout":
             if not self._spoken:
-                raise ApiError(504, "deadline_exceeded", "Nothing was generated within the time for it.")
+                raise ApiError(504, "deadline_exceeded", "The request reached its deadline before the first token.")
             return "length", "timeout"
         if reason == "cancelled":
             return "length", "shutdown"
@@ -277,7 +277,7 @@ class Generation:
             piece.finish_reason = "tool_calls"
 
     def _takes_call(self, choice: int) -> bool:
-        """Whether a call that comes now counts; notes that the choice has one."""
+        """Whether a call that arrives now counts; records that the choice has one."""
         if choice in self._called and not self.ask.parallel_tool_calls:
             return False
         self._called.add(choice)
@@ -285,7 +285,7 @@ class Generation:
 
     def _cut_short(self) -> list[Piece]:
         if not self.ask.streams:
-            raise unavailable("draining", "The server shut down before this request was done.", 5)
+            raise unavailable("draining", "The server shut down before this request finished.", 5)
         assert self._stream is not None
         self._stream.cancel()
         pieces = []

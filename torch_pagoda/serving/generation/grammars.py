@@ -1,4 +1,4 @@
-"""Grammars of requests, compiled before they go to the engine: a bad one is refused at once, with the reason."""
+"""Compiles requests' grammars before submission, so that a bad one is refused at once, with the reason."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ..http.errors import ApiError
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 5.0
-"""For one grammar; llguidance's own limits end most that would take longer."""
+"""Maximum seconds for one grammar; llguidance's own limits end most slow ones earlier."""
 MAX_SECONDS_IN_QUEUE = 10.0
 MAX_WAITING = 64
-"""Grammars under way; those that have been seen cost microseconds."""
+"""Maximum grammars in compilation; cached ones take microseconds."""
 _AT_A_TIME = 2
 
 
 class Grammars:
-    """Compiles what requests ask for, away from the event loop.
+    """Compiles grammars of requests, off the event loop.
 
     Args:
-        tokenizer: the engine's; None: nothing can be constrained.
-        observe: takes the seconds of each.
+        tokenizer: the engine's; None: refuse every grammar.
+        observe: called with the seconds of each compilation.
     """
 
     def __init__(self, tokenizer: Any, observe: Callable[[float], None] = lambda seconds: None) -> None:
@@ -38,24 +38,24 @@ class Grammars:
         self._waiting = 0
 
     def prepare(self) -> None:
-        """Make ready what the first grammar would wait for, on a thread; see ``prepare_vocabulary``."""
+        """Prepare the vocabulary for the first grammar, on a thread; see ``prepare_vocabulary``."""
         if self._tokenizer is not None:
             self._pool.submit(prepare_vocabulary, self._tokenizer)
 
     async def check(self, structured_outputs: object) -> list[str]:
-        """Compile one.
+        """Compile one grammar.
 
         Args:
             structured_outputs: as for ``SamplingParams``.
 
         Returns:
-            Warnings: what of a schema is not enforced.
+            Warnings: parts of a schema that are not enforced.
 
         Raises:
-            ApiError: 400, it cannot be enforced; 429, too many are under way.
+            ApiError: 400, it cannot be enforced; 429, too many are in compilation.
         """
         if self._tokenizer is None:
-            text = "this server has no tokenizer, so no answer can be constrained"
+            text = "structured outputs need a tokenizer, which this server does not have"
             raise ApiError(400, "unsupported_parameter", text)
         if self._waiting >= MAX_WAITING:
             raise _busy()
@@ -75,7 +75,7 @@ class Grammars:
         try:
             return await asyncio.wait_for(asyncio.shield(work), MAX_SECONDS)
         except TimeoutError:
-            text = f"the grammar takes more than {MAX_SECONDS:g} s to compile; simplify it"
+            text = f"compiling the grammar took more than {MAX_SECONDS:g} s; simplify it"
             raise ApiError(400, "invalid_schema", text, param="structured_outputs") from None
         except ValueError as error:
             raise ApiError(400, "invalid_schema", str(error), param="structured_outputs") from error
@@ -85,10 +85,10 @@ class Grammars:
         self._observe(time.perf_counter() - begin)
 
     def close(self) -> None:
-        """Take no more; what is under way ends by itself."""
+        """Stop; running compilations end by themselves."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _busy() -> ApiError:
-    text = "too many grammars are being compiled; try again soon"
+    text = "too many grammars are being compiled; retry later"
     return ApiError(429, "queue_full", text, headers={"retry-after": "1"})

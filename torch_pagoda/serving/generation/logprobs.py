@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two forms, and prompts' in vLLM's."""
+"""Log-probabilities in OpenAI's two forms, and prompt log-probabilities in vLLM's."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .usage import Ids
 
 _REPLACEMENT = "\ufffd"
 LOWEST = -9999.0
-"""For minus infinity, which JSON has no word for, what is not a number, and all that is below; as vLLM has it."""
+"""Stands for minus infinity, NaN and anything lower, as in vLLM: JSON has no infinities."""
 
 
 class PromptLogprob(Struct):
-    """A token at a place of the prompt."""
+    """A token at a position of the prompt."""
 
     logprob: float
     rank: int
@@ -27,11 +27,11 @@ class PromptLogprob(Struct):
 
 
 PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
-"""For each token of a prompt, by token ids; null for the first."""
+"""One entry per token, by token ids; null for the first."""
 
 
 class CompletionLogprobs(Struct):
-    """Lists with an entry for each token; the first token of a prompt has no log-probability."""
+    """Lists with one entry per token; the first prompt token has no log-probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -40,7 +40,7 @@ class CompletionLogprobs(Struct):
 
 
 class ChatToken(Struct):
-    """A token by itself."""
+    """One token."""
 
     token: str
     logprob: float
@@ -48,7 +48,7 @@ class ChatToken(Struct):
 
 
 class ChatTokenLogprob(ChatToken):
-    """A token that was chosen, and the likeliest ones."""
+    """The chosen token, and the most likely ones."""
 
     top_logprobs: list[ChatToken]
 
@@ -58,7 +58,7 @@ class TokenTexts:
 
     Args:
         tokenizer: a HuggingFace tokenizer.
-        as_ids: texts are ``"token_id:ID"``.
+        as_ids: write texts as ``"token_id:ID"``.
     """
 
     def __init__(self, tokenizer: Any, as_ids: bool = False) -> None:
@@ -66,18 +66,18 @@ class TokenTexts:
         self._as_ids = as_ids
 
     def text(self, token: TokenLogprob) -> str:
-        """Text that a token added to the answer, where that is known, or its text by itself."""
+        """Text that a token added to the output, if known, else its text by itself."""
         return f"token_id:{token.token_id}" if self._as_ids else _text(token)
 
     def bytes(self, token: TokenLogprob) -> bytes:
-        """Bytes of that text; of a part of a character the token's own."""
+        """Bytes of that text; for part of a character, the token's own."""
         own = None if self._known is None else self._known.of(token.token_id)
         if own is None or _is_text(own):
             return _text(token).lstrip(_REPLACEMENT).encode(errors="replace")
         return own
 
     def name(self, token: TokenLogprob) -> str:
-        """Text of a token by itself; a part of a character is written as by OpenAI, ``bytes:\\xf0\\x9f``."""
+        """Text of a token by itself; part of a character is written like OpenAI's, ``bytes:\\xf0\\x9f``."""
         text = self.text(token)
         if _REPLACEMENT not in text or _is_text(own := self.bytes(token)):
             return text
@@ -85,10 +85,10 @@ class TokenTexts:
 
 
 def chat_logprobs(entries: Sequence[Sequence[TokenLogprob]], count: int, texts: TokenTexts) -> list[ChatTokenLogprob]:
-    """``choices[].logprobs.content``: a token each, with its ``count`` likeliest ones.
+    """``choices[].logprobs.content``: one entry per token, with its ``count`` most likely ones.
 
-    Texts and bytes of the tokens, one after the other, are those of the answer. A token without any text in it, such
-    as the end, has its name and no bytes; among the likeliest ones, the bytes of its name.
+    The texts, and bytes, of the tokens join to those of the output. A token without text, such as the end token, has
+    its name and no bytes; among the most likely ones, the bytes of its name.
     """
     return [
         ChatTokenLogprob(
@@ -110,14 +110,14 @@ def completion_logprobs(
     echoed: Sequence[str] = (),
     first: int = 0,
 ) -> CompletionLogprobs:
-    """``choices[].logprobs`` of ``/v1/completions``; a token's likeliest ones include the token itself.
+    """``choices[].logprobs`` of ``/v1/completions``; the most likely tokens include the token itself.
 
     Args:
-        entries: a token each; None for a prompt's first, before which there is nothing.
-        count: most likely ones.
-        texts: of tokens.
+        entries: one per token; None for a prompt's first.
+        count: number of most likely tokens.
+        texts: texts of tokens.
         offset: characters of the text before the first token.
-        echoed: what the first of them, those of the prompt, are of the text.
+        echoed: texts of the leading tokens, those of the prompt.
         first: id of a prompt's first token.
     """
     result = CompletionLogprobs([], [], [], [])
@@ -132,14 +132,14 @@ def completion_logprobs(
 
 
 def added_texts(entries: Sequence[Sequence[TokenLogprob] | None], echoed: Sequence[str] = ()) -> list[str]:
-    """What each token is of the text; arguments as for ``completion_logprobs``."""
+    """The text of each token; arguments as for ``completion_logprobs``."""
     new = [entry[0] for entry in entries[len(echoed) :] if entry is not None]
     before = echoed or [""] * (len(entries) - len(new))
     return [*before, *map(_text, new)]
 
 
 def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> PromptLogprobs:
-    """``choices[].prompt_logprobs`` as vLLM has it: token id → its log-probability, rank and text."""
+    """``choices[].prompt_logprobs`` as in vLLM: token id → its log-probability, rank and text."""
     return [
         None
         if entry is None
@@ -149,7 +149,7 @@ def prompt_logprobs(entries: Sequence[Sequence[TokenLogprob] | None]) -> PromptL
 
 
 def _by_name(chosen: TokenLogprob, likely: Sequence[TokenLogprob], texts: TokenTexts) -> dict[str, float]:
-    """Text → log-probability of the chosen token and of likely ones; one whose text is taken goes by its id."""
+    """Text → log-probability of the chosen token and the most likely ones; a duplicate text is replaced by the id."""
     found = {texts.text(chosen): _finite(chosen.logprob)}
     for token in likely:
         if token.token_id != chosen.token_id:
@@ -178,7 +178,7 @@ def _finite(logprob: float) -> float:
 
 
 def _is_text(text: bytes) -> bool:
-    """They are whole characters, none of them U+FFFD, which stands for what is none."""
+    """Whether the bytes are complete characters, none of them U+FFFD, which stands for invalid bytes."""
     try:
         return _REPLACEMENT not in text.decode()
     except UnicodeDecodeError:

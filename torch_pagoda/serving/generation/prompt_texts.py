@@ -1,4 +1,4 @@
-"""The text of a prompt, divided among its tokens."""
+"""Splits the text of a prompt among its tokens."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from ...runtime.requests.detokenizer import Detokenizer
 from ...runtime.requests.special_tokens import special_tokens
 
 _MAX_ADDED = 8
-"""Special tokens before a text that a tokenizer adds to it."""
+"""Special tokens that a tokenizer prepends to a text."""
 
 
 def prompt_texts(tokenizer: Any, token_ids: Sequence[int], text: str | None) -> list[str]:
-    """What each token of a prompt is of its text.
+    """The text of each token of a prompt.
 
     Args:
         tokenizer: a HuggingFace tokenizer.
-        token_ids: of the prompt.
-        text: that they were made of; None: they were given themselves.
+        token_ids: the prompt's.
+        text: source of the token ids; None: the client sent the ids.
 
     Returns:
-        Texts that together are the prompt's; "" for special tokens that the tokenizer added to it. Those of token ids
-        are what they decode to, special tokens included.
+        Texts that join to the prompt's; "" for special tokens that the tokenizer added. Texts of token ids are their
+        decoded text, special tokens included.
     """
     detokenizer = Detokenizer(tokenizer, [], skip_special_tokens=False, marks_ends=True)
     detokenizer.append(token_ids)
@@ -35,7 +35,7 @@ def prompt_texts(tokenizer: Any, token_ids: Sequence[int], text: str | None) -> 
 
 
 def _cut(texts: list[str], text: str, tokenizer: Any, token_ids: Sequence[int]) -> list[str] | None:
-    """The texts without what special tokens around the prompt have added; None if it is not what they join to."""
+    """The texts without those of the special tokens around the prompt; None if they do not join to it."""
     joined, special = "".join(texts), special_tokens(tokenizer)
     starts = [0, *accumulate(map(len, texts))]
     added = list(takewhile(special.__contains__, token_ids[:_MAX_ADDED]))

@@ -1,4 +1,4 @@
-"""Prompts of requests as token ids: templates, tokenizing, the room that the context leaves."""
+"""Prompts of requests as token ids: chat templates, tokenization, context length."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..http.errors import ApiError, refuse
 from .prompt_texts import prompt_texts
 
 INLINE_CHARACTERS = 32 * 1024
-"""Of texts that are tokenized on the event loop; longer ones go to a thread, so that no stream waits for them."""
+"""Maximum characters tokenized on the event loop; longer texts go to a thread, so that no stream waits."""
 
 PREPARE_SECONDS = 20.0
-"""After which a long prompt that is not rendered or tokenized yet is given up."""
+"""Seconds until a long prompt that is not yet rendered or tokenized is given up."""
 
 RENDERED_PER_SENT = 4
-"""A template may write so many characters for each that was sent (and ``INLINE_CHARACTERS`` besides)."""
+"""Maximum characters that a template may write per character sent (plus ``INLINE_CHARACTERS``)."""
 
 TEMPLATE_CHARACTERS = 64 * 1024
-"""Limit on a template that a request brings; those of models have up to 20,000."""
+"""Maximum characters of a request's template; those of models have up to 20,000."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt that can run.
+    """A validated prompt.
 
     Attributes:
         token_ids: at least one, all within the vocabulary.
-        text: None where token ids were sent.
+        text: None if the client sent token ids.
     """
 
     token_ids: list[int]
@@ -44,12 +44,12 @@ class Prompt:
 
 
 class Prompts:
-    """Makes prompts of what clients send; has one thread for long ones, and one for templates of requests.
+    """Converts prompts of clients to token ids; has a thread for long ones, and one for templates of requests.
 
     Args:
-        tokenizer: a HuggingFace tokenizer; None: prompts are token ids, and there are no conversations.
-        chat_template: Jinja text in place of the tokenizer's.
-        chat_template_kwargs: variables of templates that a request does not set.
+        tokenizer: a HuggingFace tokenizer; None: accept token ids only, no conversations.
+        chat_template: Jinja text that replaces the tokenizer's.
+        chat_template_kwargs: default variables of templates.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Prompts:
 
     @property
     def has_template(self) -> bool:
-        """True if conversations are served."""
+        """True if the model has a chat template."""
         return bool(self._chat_template or getattr(self.tokenizer, "chat_template", None))
 
     async def of_field(
@@ -90,7 +90,7 @@ class Prompts:
         """
         entries = _entries(value)
         if len(entries) > most:
-            refuse("prompt", f"prompt has {len(entries)} entries; the limit is {most}, send several requests")
+            refuse("prompt", f"prompt has {len(entries)} entries; the limit is {most}; send several requests")
         prompts = []
         total = sum(len(entry) for entry in entries if isinstance(entry, str))
         for i, entry in enumerate(entries):
@@ -117,12 +117,14 @@ class Prompts:
         """The prompt of a conversation; ``ends`` as for ``tokens``, the others as for ``render_conversation``.
 
         Raises:
-            ApiError: 400; the conversation or the template does not fit.
+            ApiError: 400; the conversation or the template is invalid.
         """
         variables = {**self._chat_template_kwargs, **(chat_template_kwargs or {})}
         template = chat_template or self._chat_template
         if self.tokenizer is None or not (template or self.has_template):
-            refuse(name, "this model has no chat template; use /v1/completions, or start with --chat-template")
+            refuse(
+                name, "this model has no chat template; use /v1/completions, or start the server with --chat-template"
+            )
         sent = sum(map(_characters, (messages, variables, options.get("tools"), options.get("documents"))))
 
         def render() -> str:
@@ -142,10 +144,10 @@ class Prompts:
                 text = await self._run(render, sent)
         except ConversationError as error:
             if chat_template and isinstance(error, TemplateRefusal):
-                refuse("chat_template", f"chat_template fails: {error.reason}")
+                refuse("chat_template", f"chat_template failed: {error.reason}")
             raise ApiError(400, "invalid_value", str(error), param=error.field) from error
         if len(text) > most:
-            refuse(name, f"{name} become {len(text)} characters by the chat template; send fewer")
+            refuse(name, f"the rendered chat prompt is too long ({len(text)} characters); send fewer {name}")
         return Prompt(await self.tokens(text, max_model_len, add_special_tokens, name, ends=ends), text)
 
     async def tokens(
@@ -158,29 +160,29 @@ class Prompts:
         beside: int = 0,
         ends: bool = False,
     ) -> list[int]:
-        """Token ids of a text, cut where they are far more than can run.
+        """Tokenize a text, truncated if it is far longer than the context.
 
         Args:
-            text: to tokenize.
-            max_model_len: what can run.
-            add_special_tokens: to it.
+            text: the text.
+            max_model_len: the context length.
+            add_special_tokens: add the tokenizer's special tokens.
             name: of the field, for errors.
-            beside: characters of all texts of the request, which together must not hold up the event loop.
-            ends: what is cut keeps its last tokens instead of its first.
+            beside: characters of all texts of the request, which together must not block the event loop.
+            ends: truncation keeps the last tokens instead of the first.
 
         Raises:
             ApiError: 400; there is no tokenizer, or the text has no tokens.
         """
         tokenizer = self.tokenizer
         if tokenizer is None:
-            refuse(name, f"{name} is text; send token ids, this model came without a tokenizer")
+            refuse(name, f"{name} is text and the model has no tokenizer; send token ids")
 
         def encode() -> list[int]:
             return tokenize(text, tokenizer, max_model_len, ends=ends, add_special_tokens=add_special_tokens)
 
         token_ids = await self._run(encode, max(len(text), beside))
         if not token_ids:
-            refuse(name, f"{name}={shown(text)} has no tokens; send other text")
+            refuse(name, f"{name}={shown(text)} has no tokens; send a text that is not empty")
         return token_ids
 
     async def decode(self, token_ids: list[int]) -> str:
@@ -192,7 +194,7 @@ class Prompts:
         return await self._run(decode, 4 * len(token_ids))
 
     async def added_texts(self, prompt: Prompt) -> list[str]:
-        """What each token of a prompt is of its text, see ``prompt_texts``."""
+        """The text of each token of a prompt; see ``prompt_texts``."""
         work = partial(prompt_texts, self.tokenizer, prompt.token_ids, prompt.text)
         return await self._run(work, 40 * len(prompt.token_ids))
 
@@ -205,7 +207,7 @@ class Prompts:
             running = asyncio.get_running_loop().run_in_executor(thread, work)
             return await asyncio.wait_for(running, timeout=PREPARE_SECONDS)
         except TimeoutError:
-            text = f"The prompt was not ready for the model within {PREPARE_SECONDS:g} s; send a shorter one."
+            text = f"Preparing the prompt took more than {PREPARE_SECONDS:g} s; send a shorter one."
             raise ApiError(504, "deadline_exceeded", text) from None
 
 
@@ -213,49 +215,49 @@ def checked_ids(value: Any, vocab_size: int, name: str) -> list[int]:
     """Token ids.
 
     Raises:
-        ApiError: 400; it is not a list of integers within the vocabulary, or is empty.
+        ApiError: 400; not a list of integers within the vocabulary, or empty.
     """
     if not isinstance(value, list) or not value:
-        refuse(name, f"{name}={shown(value)} is not a prompt; send text, or a list of at least one token id")
+        refuse(name, f"{name}={shown(value)} is not a prompt; send text, or a nonempty list of token ids")
     if set(map(type, value)) != {int}:
         wrong = next(entry for entry in value if type(entry) is not int)
-        refuse(name, f"{name} holds {shown(wrong)}; send token ids, integers")
+        refuse(name, f"{name} holds {shown(wrong)}; send integer token ids")
     low, high = min(value), max(value)
     if low < 0 or high >= vocab_size:
         wrong_id = low if low < 0 else high
-        refuse(name, f"{name} holds {shown(wrong_id)}; token ids lie in [0, {vocab_size})")
+        refuse(name, f"{name} holds {shown(wrong_id)}; use token ids in [0, {vocab_size})")
     return value
 
 
 def check_counted(token_ids: list[int], max_model_len: int, param: str) -> None:
-    """Refuse to count tokens of which some may have been left out.
+    """Refuse to count the tokens of a truncated prompt.
 
     Raises:
-        ApiError: 400; there are more than twice as many as the context holds.
+        ApiError: 400; more than twice the context length.
     """
     if len(token_ids) > cut_above(max_model_len):
         most = cut_above(max_model_len)
-        refuse(param, f"{param} has more than {most} tokens, twice what the context holds; send it in parts")
+        refuse(param, f"{param} has more than {most} tokens, twice the context length; send it in parts")
 
 
 def truncated(prompt: Prompt, most: int | None, max_model_len: int) -> Prompt:
-    """The last ``most`` tokens of a prompt; None: all, -1: as many as the context holds."""
+    """The last ``most`` tokens of a prompt; None: all, -1: the context length."""
     if most is None:
         return prompt
     if most == 0:
-        refuse("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves nothing; use -1 for what the context holds")
+        refuse("truncate_prompt_tokens", "truncate_prompt_tokens=0 leaves no tokens; use -1 for the context length")
     most = max_model_len - 1 if most == -1 else most
     return prompt if len(prompt.token_ids) <= most else Prompt(prompt.token_ids[-most:], None)
 
 
 def check_room(prompt: Prompt, max_tokens: int | None, max_model_len: int, param: str) -> None:
-    """Refuse what the context has no room for; clients recognize the first sentence.
+    """Refuse a prompt that exceeds the context; clients recognize the first sentence.
 
     Args:
-        prompt: it.
-        max_tokens: asked for; None: as many as there is room for, at least one.
-        max_model_len: the context.
-        param: the field that the prompt came in.
+        prompt: the prompt.
+        max_tokens: requested tokens; None: as many as fit, at least one.
+        max_model_len: the context length.
+        param: name of the prompt's field.
 
     Raises:
         ApiError: 400 ``context_length_exceeded``.
@@ -264,18 +266,18 @@ def check_room(prompt: Prompt, max_tokens: int | None, max_model_len: int, param
     wanted = 1 if max_tokens is None else max_tokens
     if count + wanted <= max_model_len:
         return
-    about = f"{count} tokens or more" if count > cut_above(max_model_len) else f"{count} tokens"
+    about = f"at least {count} tokens" if count > cut_above(max_model_len) else f"{count} tokens"
     raise ApiError(
         400,
         "context_length_exceeded",
-        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {about} and asks "
-        f"for {wanted} more. Please shorten it, or ask for less.",
+        f"This model's maximum context length is {max_model_len} tokens. However, your prompt has {about} and "
+        f"{wanted} more are requested. Please shorten the prompt, or request fewer tokens.",
         param=param,
     )
 
 
 def _entries(value: Any) -> list[Any]:
-    """The entries of ``prompt``; ``value`` itself where it is a list of prompts."""
+    """The entries of ``prompt``; ``value`` itself if it is a list of prompts."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -289,7 +291,7 @@ def _entries(value: Any) -> list[Any]:
 
 
 def _characters(value: Any) -> int:
-    """Characters of all texts in a JSON value, and one for each other value."""
+    """Characters of all texts in a JSON value, plus one for every other value."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""Answers of requests for text, written to the connection as they come: server-sent events, or one JSON object.
+"""Writes responses to the connection as they arise: server-sent events, or one JSON object.
 
-Starlette's own streaming response costs ten times as much for each token, and does not end the work of a client that
-has gone where the answer is one object.
+Starlette's own streaming response costs ten times as much per token, and keeps generating a JSON response for a
+client that has disconnected.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from .generate import Generation, Piece
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 CUT_SECONDS = 1.0
-"""For a client to take what it has still to get when the server shuts down."""
+"""Seconds that a client has to receive the rest when the server shuts down."""
 CLIENT_CLOSED = 499
-"""Status in the log of a request whose client had gone before there was one."""
+"""Logged status of a request whose client disconnected before the response."""
 
 
 class Renderer(Protocol):
-    """The form of one kind of answer.
+    """The format of one kind of response.
 
     Attributes:
-        done: event that ends every stream; b"" for none.
+        done: the last event of every stream; b"" for none.
     """
 
     @property
     def done(self) -> bytes: ...
 
     def events(self, pieces: list[Piece]) -> bytes:
-        """Server-sent events of new pieces; b"" where there is nothing to say."""
+        """Server-sent events of new pieces; b"" if there is no news."""
         ...
 
     def last_events(self) -> bytes:
@@ -45,11 +45,11 @@ class Renderer(Protocol):
         ...
 
     def failure_events(self, error: ApiError) -> bytes:
-        """Events that say why a stream ends early, without ``done``."""
+        """Events that report an error, without ``done``."""
         ...
 
     def failure_body(self, error: ApiError, request_id: str) -> Any:
-        """The error object of an answer that has not begun."""
+        """The error object, if the response has not begun."""
         ...
 
     def add(self, pieces: list[Piece]) -> None:
@@ -57,18 +57,18 @@ class Renderer(Protocol):
         ...
 
     def body(self) -> Any:
-        """The answer as one object."""
+        """The response as one object."""
         ...
 
 
 class GenerationResponse(Response):
-    """Runs a generation and writes its answer; ends it when the client goes, or takes nothing for too long.
+    """Runs a generation and writes its response; ends it if the client disconnects, or reads nothing for too long.
 
     Args:
-        generation: not started yet.
-        renderer: of its kind.
-        on_end: takes the record of the request, and ``prompt`` and ``output`` where the log wants them.
-        headers: further ones.
+        generation: a generation that has not started.
+        renderer: the renderer of its kind.
+        on_end: called with the record of the request, and ``prompt`` and ``output`` if the log wants them.
+        headers: additional headers.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class GenerationResponse(Response):
         self._timer: asyncio.TimerHandle | None = None
         self._ping: asyncio.Task[None] | None = None
         self._writes = asyncio.Lock()
-        """Events and pings keep their order, and the headers go first."""
+        """Keeps events and pings in order, after the headers."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run it."""
+        """Run the generation."""
         generation = self._generation
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
@@ -180,7 +180,7 @@ class GenerationResponse(Response):
             self._last_sent = self._loop.time()
 
     def _content(self) -> dict[str, Any]:
-        """What was asked and answered, for a log that wants it."""
+        """Prompt and output, for a log that wants them."""
         if self._kept is None:
             return {}
         prompts = [
@@ -189,7 +189,7 @@ class GenerationResponse(Response):
         return {"prompt": prompts, "output": [choice.text for choice in self._kept.by_index]}
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        """Say so in a response of its own, or as the stream's last event."""
+        """Report an error in a response of its own, or as the stream's last event."""
         if self._started:
             await self._write(self._renderer.failure_events(error) + self._renderer.done, last=True)
             return
@@ -200,7 +200,7 @@ class GenerationResponse(Response):
             await JsonResponse(body, error.status_code, error.headers)(scope, receive, send)
 
     def _tick(self) -> None:
-        """Look after a stream: is its reader stuck, or did it hear nothing for long?"""
+        """Watch a stream: drop a stuck reader, ping an idle one."""
         settings = self._generation.front.settings
         now = self._loop.time()
         if self._ended:

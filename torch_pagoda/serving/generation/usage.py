@@ -1,4 +1,4 @@
-"""Tokens of an answer, counted as OpenAI does."""
+"""Token counts of a response, as OpenAI counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Ids: TypeAlias = list[Count]
 
 
 class CachedTokens(Struct):
-    """Of a prompt's tokens, those that were computed before."""
+    """Details of the prompt tokens: those from the prefix cache."""
 
     cached_tokens: Count
 

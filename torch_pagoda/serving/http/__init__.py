@@ -1,1 +1,1 @@
-"""HTTP below the routes: errors in OpenAI's form, keys, limits of sizes and times, bodies."""
+"""HTTP below the routes: OpenAI's error objects, API keys, limits on size and time, bodies."""

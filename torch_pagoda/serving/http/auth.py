@@ -1,4 +1,4 @@
-"""Keys that open the server."""
+"""API keys."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ..settings import ApiKey
 from .errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/healthz", "/ready", "/ping", "/version"})
-"""Served without a key: balancers ask them."""
+"""Paths that need no key: load balancers poll them."""
 
 
 class KeyRing:
-    """Keys by their digests; each look-up compares with all of them, in constant time."""
+    """API keys by digest; each lookup compares with all of them, in constant time."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._digests = [(key.name, _digest(key.key.encode())) for key in keys]
 
     def owner(self, key: bytes) -> str | None:
-        """The name of a key; None if it is not known."""
+        """The name of a key; None if it is unknown."""
         digest = _digest(key)
         found = None
         for name, known in self._digests:
@@ -32,14 +32,14 @@ class KeyRing:
 
 
 class AuthMiddleware:
-    """Refuses requests without a key, and puts its name into ``scope["state"]["key_name"]``.
+    """Refuses requests without a valid key, and puts its name into ``scope["state"]["key_name"]``.
 
     Keys are read from ``Authorization: Bearer KEY`` and ``x-api-key: KEY``, never from the query.
 
     Args:
         app: the inner application.
-        keys: none lets everybody in.
-        open_paths: served without a key.
+        keys: empty: accept every request.
+        open_paths: paths that need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[ApiKey], open_paths: frozenset[str]) -> None:
@@ -57,7 +57,7 @@ class AuthMiddleware:
                 raise ApiError(
                     401,
                     "invalid_api_key",
-                    "This server needs a key that it knows; send it as 'Authorization: Bearer KEY'.",
+                    "Missing or invalid API key; send it as 'Authorization: Bearer KEY'.",
                     headers={"www-authenticate": "Bearer"},
                 )
         await self.app(scope, receive, send)

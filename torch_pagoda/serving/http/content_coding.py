@@ -1,4 +1,4 @@
-"""Compressed bodies of requests (RFC 9110, 8.4), bounded by what they become."""
+"""Compressed request bodies (RFC 9110, 8.4), bounded by their decoded size."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .errors import ApiError
 CODINGS = ("gzip", "deflate", "zstd")
 
 _ZSTD_WINDOW = 8 * 2**20
-"""Bytes; the most that RFC 9659 lets a sender over HTTP use."""
+"""Maximum window in bytes of a sender over HTTP (RFC 9659)."""
 _WBITS = {"gzip": 31, "deflate": 15}
 
 
 def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """The coding of a body, one of ``CODINGS``; "" for none.
+    """The content coding of a body, one of ``CODINGS``; "" for none.
 
     Args:
-        headers: of the request.
+        headers: the request's headers.
 
     Raises:
-        ApiError: 415; another one, or several.
+        ApiError: 415; another coding, or several.
     """
     values = [value.decode("latin-1") for name, value in headers if name == b"content-encoding"]
     named = [name for value in values for part in value.split(",") if (name := part.strip().lower())]
@@ -41,15 +41,15 @@ def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> str:
 
 
 def decoded(body: bytes, coding: str, max_size: int) -> bytes:
-    """The body without its coding.
+    """The decoded body.
 
     Args:
-        body: as it came, whole.
+        body: the complete encoded body.
         coding: one of ``CODINGS``.
-        max_size: bytes that it may become.
+        max_size: maximum bytes of the decoded body.
 
     Raises:
-        ApiError: 400, it is not of this coding or not complete; 413, it becomes more.
+        ApiError: 400, the body is invalid or incomplete; 413, it is too large.
     """
     try:
         if coding == "zstd":
@@ -63,13 +63,13 @@ def decoded(body: bytes, coding: str, max_size: int) -> bytes:
     if len(whole) > max_size:
         raise too_large(max_size)
     if not is_complete:
-        raise _invalid(coding, "it is cut off, or something follows it")
+        raise _invalid(coding, "truncated, or followed by more data")
     return whole
 
 
 def too_large(max_size: int) -> ApiError:
     """A 413."""
-    text = f"The body is above the limit of {max_size} bytes; send less, or start with --max-body-size"
+    text = f"The body exceeds the limit of {max_size} bytes; send less, or raise --max-body-size"
     return ApiError(413, "body_too_large", text)
 
 

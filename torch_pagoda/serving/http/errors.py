@@ -1,4 +1,4 @@
-"""Errors as clients see them: OpenAI's error object, whatever went wrong, and never the text of an exception."""
+"""Errors as OpenAI's error objects; they never contain the text of an unexpected exception."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 logger = logging.getLogger(__name__)
 
 _PARAMS = re.compile(r"^sampling_params(\[\d+\])?\.")
-"""What the engine puts before a field that a request has by itself."""
+"""Prefix of the engine's message before the name of a request's field."""
 
 _TYPES = {
     401: "authentication_error",
@@ -34,7 +34,7 @@ _CODES = {404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 41
 
 
 class ErrorObject(Struct):
-    """What went wrong; ``param`` is the field that it is about."""
+    """OpenAI's error details; ``param`` names the field."""
 
     message: str
     type: str
@@ -49,13 +49,13 @@ class Error(Struct):
 
 
 class ApiError(HTTPException):
-    """An answer other than the one that was asked for.
+    """An error response.
 
     Attributes:
-        code: what a program tells it by.
-        message: what a person reads: argument, value, remedy.
-        param: the field of the request that it is about.
-        error_type: OpenAI's class of it.
+        code: for programs.
+        message: for people: argument, value, remedy.
+        param: the field of the request.
+        error_type: OpenAI's error type.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class JsonResponse(Response):
 
 
 def refuse(param: str | None, message: str, code: str = "invalid_value") -> NoReturn:
-    """Answer 400.
+    """Raise a 400.
 
     Raises:
         ApiError: always.
@@ -99,7 +99,7 @@ def refuse(param: str | None, message: str, code: str = "invalid_value") -> NoRe
 
 
 def from_value_error(error: ValueError) -> ApiError:
-    """A 400 from an error of the house, whose text begins with the argument's name."""
+    """A 400 from one of our errors, whose text begins with the argument's name."""
     text = _PARAMS.sub("", str(error))
     head = text.split("=", 1)[0].split(" ", 1)[0].split("[", 1)[0].rstrip(":")
     is_name = all(part.isidentifier() for part in head.split("."))
@@ -107,48 +107,48 @@ def from_value_error(error: ValueError) -> ApiError:
 
 
 def internal_error(error: BaseException, request_id: str | None = None) -> ApiError:
-    """A 500 that says where in the log the exception stands."""
+    """A 500 that names the id under which the log has the exception."""
     mark = request_id or uuid.uuid4().hex
     logger.error("request %s failed", mark, exc_info=error)
-    return ApiError(500, "internal_error", f"The server failed at this request; its log has more under {mark}.")
+    return ApiError(500, "internal_error", f"Internal server error. See the server log for request {mark}.")
 
 
 def api_error(error: HTTPException) -> ApiError:
-    """An error of the framework (404, 405, …) as one of ours."""
+    """An ``ApiError`` for an error of the framework (404, 405, …)."""
     if isinstance(error, ApiError):
         return error
     status = error.status_code
     return ApiError(
         status if status != 422 else 400,
         _CODES.get(status, "invalid_value" if status < 500 else "internal_error"),
-        str(error.detail) if status < 500 else "The server failed at this request.",
+        str(error.detail) if status < 500 else "Internal server error.",
         headers=error.headers,
     )
 
 
 def answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer of the framework's errors."""
+    """Exception handler for the framework's errors."""
     assert isinstance(error, HTTPException)
     found = api_error(error)
     if found.code == "not_found":
-        found = ApiError(404, "not_found", f"{request.method} {request.url.path[:200]} is not served; see /docs")
+        found = ApiError(404, "not_found", f"{request.method} {request.url.path[:200]} does not exist; see /docs")
     request.scope.setdefault("state", {})["error_code"] = found.code
     return found.response()
 
 
 ErrorForm = Callable[[ApiError, str], Any]
-"""Makes the error object of an error and the request's id."""
+"""Makes the error object from an error and the request's id."""
 
 
 class ErrorMiddleware:
-    """Turns what the inner application raises into an answer, and gives every request its id.
+    """Turns exceptions of the inner application into error responses, and gives every request its id.
 
-    The id is the client's ``x-request-id`` where that is short and printable, else a new one; it goes back in the
-    header of that name and is found in ``scope["state"]["request_id"]``; an error's code, in ``["error_code"]``.
+    The id is the client's ``x-request-id`` if that is short and printable, else a new one. It is returned in that
+    header and stored in ``scope["state"]["request_id"]``; an error's code is stored in ``["error_code"]``.
 
     Args:
         app: the inner application.
-        forms: prefix of a path → its form of errors; elsewhere it is OpenAI's.
+        forms: path prefix → its error format; other paths use OpenAI's.
     """
 
     def __init__(self, app: ASGIApp, forms: Mapping[str, ErrorForm] | None = None) -> None:
@@ -202,6 +202,6 @@ def _given_id(scope: Scope) -> str | None:
 
 
 def clean_id(text: str) -> str | None:
-    """``text`` as an id for headers and logs; None if it is none: 1 to 128 printable ASCII characters, no spaces."""
+    """``text`` if it is a valid request id, 1 to 128 printable ASCII characters without spaces; else None."""
     fits = 0 < len(text) <= 128 and text.isascii() and text.isprintable() and " " not in text
     return text if fits else None

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections of uvicorn with the timers and limits that it lacks."""
+"""HTTP/1.1 connections of uvicorn with additional timers and limits."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .errors import ApiError
 from .response_cycle import ResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Of a request's line and headers."""
+"""Maximum bytes of the request line and headers."""
 
 _RESET = struct.pack("ii", 1, 0)
 """``struct linger``: on, for no second."""
 
 BODY_GRACE = 5.0
-"""Seconds after ``body_timeout`` in which the application answers 408 itself."""
+"""Seconds after ``body_timeout`` in which the application itself may answer 408."""
 
 MAX_DISCARDED = 256 * 2**20
-"""Bytes of a body that are read and dropped behind an answer, so that its sender comes to read that."""
+"""Bytes of a body that are read and dropped after the response, so that its sender can read it."""
 
 MIN_TAKEN = 48 * 1024
-"""Bytes of a full write buffer that a reader takes within ``stream_stall_timeout``: from its high water (64 KiB) to
-its low one (16 KiB), where writing goes on."""
+"""Bytes of a full write buffer that a reader must take within ``stream_stall_timeout``: from its high water mark (64
+KiB) to its low one (16 KiB), where writing resumes."""
 
 
 def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """The class of a server's connections.
+    """The protocol class for a server's connections.
 
-    It ends connections whose headers or bodies take too long, or whose reader takes next to nothing, and refuses
-    more than ``max_connections``. It puts ``abort`` into ``scope["state"]``: a function that drops the connection
-    with all that it still has to send.
+    It ends connections whose headers or bodies take too long, or whose reader hardly reads, and refuses more than
+    ``max_connections``. It puts ``abort`` into ``scope["state"]``: a function that drops the connection and all
+    unsent data.
     """
 
     class HttpProtocol(HttpToolsProtocol):
@@ -60,7 +60,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
                 error = ApiError(
                     503,
                     "too_many_connections",
-                    f"{settings.max_connections} connections are open; close some, or come back later.",
+                    f"{settings.max_connections} connections are open; close some, or retry later.",
                     headers={"retry-after": "1"},
                 )
                 self._answer(error)
@@ -93,7 +93,9 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
                     return
             super().data_received(data)
             if not self._in_body and self._head_bytes > MAX_HEAD_BYTES and self._in_message:
-                self._answer(ApiError(431, "headers_too_large", f"Headers are above {MAX_HEAD_BYTES} bytes."))
+                self._answer(
+                    ApiError(431, "headers_too_large", f"The headers exceed {MAX_HEAD_BYTES} bytes; send fewer.")
+                )
 
         def on_message_begin(self) -> None:
             self._in_message = True
@@ -131,7 +133,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
 
         @property
         def _answering(self) -> bool:
-            """An answer is under way, behind which the next request waits."""
+            """Whether the response of an earlier request is still in progress."""
             return self.cycle is not None and not self.cycle.response_complete
 
         def on_response_complete(self) -> None:
@@ -150,7 +152,7 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             super().resume_writing()
 
         def _watch_reader(self) -> None:
-            """Drop the connection if its peer takes less than ``MIN_TAKEN`` until the time is over; else go on."""
+            """Drop the connection if its peer reads less than ``MIN_TAKEN`` until the timeout."""
             left = self.transport.get_write_buffer_size()
             self._reader_timer = self.loop.call_later(settings.stream_stall_timeout, self._look_at_reader, left)
 
@@ -170,10 +172,10 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             self._abort_later()
 
         def send_400_response(self, msg: str) -> None:
-            self._answer(ApiError(400, "invalid_http", "This is not a request of HTTP/1.1."))
+            self._answer(ApiError(400, "invalid_http", "Invalid HTTP/1.1 request."))
 
         def _answer(self, error: ApiError) -> None:
-            """Write an answer without the application, and close."""
+            """Write a response without the application, and close."""
             if self._running is not None and self._running.response_started and not self._running.response_complete:
                 self.transport.abort()  # an answer is under way, into which no other can be written
                 return
@@ -184,13 +186,13 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             self._close()
 
         def _abort_later(self) -> None:
-            """Drop the connection if its peer does not take what it has still to get; a close alone would wait."""
+            """Drop the connection if its peer does not read the rest; a close alone would wait."""
             # An answer may be complete only after its connection was lost.
             if self._last_timer is None and not self._is_lost:
                 self._last_timer = self.loop.call_later(settings.stream_stall_timeout, self._drop)
 
         def _drop(self) -> None:
-            """Reset the connection: what its peer has not taken is given up by the system, too."""
+            """Reset the connection, so that the operating system also drops unsent data."""
             if self._is_lost:
                 return
             sock = self.transport.get_extra_info("socket")
@@ -214,13 +216,13 @@ def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
             if self._in_body and not self._answering:
                 self._close()
                 return
-            self._answer(ApiError(408, "request_timeout", "The request did not come within the time for it."))
+            self._answer(ApiError(408, "request_timeout", "Timed out while reading the request."))
 
     return HttpProtocol
 
 
 def uvicorn_options(settings: Settings) -> dict[str, Any]:
-    """Keywords of ``uvicorn.Config`` that belong to these settings."""
+    """Keyword arguments of ``uvicorn.Config`` for these settings."""
     return {
         "http": http_protocol(settings),
         "ws": "none",

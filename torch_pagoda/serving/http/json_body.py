@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON from strangers, checked and put into a model's fields."""
+"""JSON bodies of requests, from untrusted clients, validated as pydantic models."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ...runtime.requests.checks import shown
 from .errors import ApiError, refuse
 
 MAX_DEPTH = 64
-"""Objects and lists within each other."""
+"""Maximum nesting of objects and lists."""
 
 _Body = TypeVar("_Body", bound=BaseModel)
 
 
 async def read_body(request: Request, kind: type[_Body]) -> _Body:
-    """The body as ``kind``.
+    """Parse the body as ``kind``.
 
     Raises:
-        ApiError: 400; it is not JSON, nested too deeply, or fields do not fit.
+        ApiError: 400; invalid JSON, too deeply nested, or invalid fields.
     """
     return validated(decoded(await request.body()), kind)
 
@@ -35,21 +35,21 @@ def decoded(raw: bytes) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(raw)
     except RecursionError:
-        refuse(None, f"The body nests more than {MAX_DEPTH} objects and lists; flatten it.", "invalid_json")
+        refuse(None, f"The body is nested deeper than {MAX_DEPTH} levels; flatten it.", "invalid_json")
     except ValueError as error:  # msgspec's errors and UnicodeDecodeError
-        refuse(None, f"The body is not JSON: {str(error)[:200]}", "invalid_json")
+        refuse(None, f"The body is not valid JSON: {str(error)[:200]}", "invalid_json")
     if not isinstance(value, dict):
         refuse(None, f"The body is {_kind(value)}; send a JSON object.", "invalid_json")
     if _is_deeper(value, MAX_DEPTH):
-        refuse(None, f"The body nests more than {MAX_DEPTH} objects and lists; flatten it.", "invalid_json")
+        refuse(None, f"The body is nested deeper than {MAX_DEPTH} levels; flatten it.", "invalid_json")
     return value
 
 
 def validated(value: dict[str, Any], kind: type[_Body]) -> _Body:
-    """``value`` as ``kind``.
+    """Validate ``value`` as ``kind``.
 
     Raises:
-        ApiError: 400 with the first field that does not fit.
+        ApiError: 400 with the first invalid field.
     """
     try:
         return kind.model_validate(value)
@@ -85,5 +85,5 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _kind(value: object) -> str:
-    names = {list: "a list", str: "a string", bool: "a truth value", type(None): "null"}
+    names = {list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return names.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""Limits on what a connection may send: its host, the kind, the size and the time of its body."""
+"""Limits on requests: host, content type, body size, and the time to receive the body."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .errors import ApiError
 
 
 class HostMiddleware:
-    """Refuses names in ``Host`` that are not this machine's.
+    """Refuses ``Host`` headers that do not name this machine.
 
-    For servers that listen on the loopback only: a page from elsewhere whose name was made to point to 127.0.0.1
-    would else be served by a browser that takes it for the page's own server.
+    For servers that listen on the loopback only, against DNS rebinding: a foreign page whose name resolves to
+    127.0.0.1 could otherwise read responses as its own server's.
 
     Args:
         app: the inner application.
-        allowed: further names, of proxies in front; ``"*"`` allows all.
+        allowed: additional names, of proxies in front; ``"*"`` allows all.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str] = ()) -> None:
@@ -37,7 +37,7 @@ class HostMiddleware:
                     raise ApiError(
                         400,
                         "invalid_host",
-                        f"Host {host[:80]!r} is not this machine; ask 127.0.0.1, or start with --allowed-hosts",
+                        f"Host {host[:80]!r} is not allowed; use 127.0.0.1, or start the server with --allowed-hosts",
                     )
         await self.app(scope, receive, send)
 
@@ -50,21 +50,20 @@ def host_name(host: str) -> str:
 
 
 BODIES_AT_ONCE = 32
-"""Bodies of the largest size that all requests under way may hold together."""
+"""Maximum number of largest bodies that all requests together may hold."""
 
 
 _CURLS_OWN = "application/x-www-form-urlencoded"
 
 
 class BodyMiddleware:
-    """Bounds the size of a body before it is stored, and the time that it takes to come; takes JSON only.
+    """Limits the size of a body before it is stored, and the time to receive it; accepts JSON only.
 
-    Pages of other origins can send those kinds, or no body at all, without asking: that would let any page that a
-    person looks at use a server on the person's own machine, routes without a body included.
+    Pages of other origins can send other content types, or no body, without a CORS preflight: any page that a person
+    opens could then use a server on that person's machine, routes without a body included.
 
-    What is refused is not read into memory; ``HttpProtocol`` goes on taking bytes from the socket and dropping them
-    for a while, because closing at once would often lose the answer on its way. A compressed body is decoded, and
-    bounded as it is then.
+    A refused body is not read into memory; ``HttpProtocol`` goes on dropping bytes from the socket for a while,
+    because closing at once would often lose the response. The limit of a compressed body applies to its decoded size.
 
     Args:
         app: the inner application.
@@ -86,7 +85,7 @@ class BodyMiddleware:
             if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > self._max_size):
                 raise too_large(self._max_size)
         if scope["method"] == "POST" and not _is_json(scope):
-            raise ApiError(415, "unsupported_media_type", "The body's type is not served; send application/json.")
+            raise ApiError(415, "unsupported_media_type", "Unsupported Content-Type; use application/json.")
         coding = content_coding(scope["headers"])
         size = 0
         complete = False
@@ -97,7 +96,7 @@ class BodyMiddleware:
             size += length
             self._held += length
             if self._held > BODIES_AT_ONCE * self._max_size:
-                text = "Requests under way hold as many bytes as fit; come back later."
+                text = "The bodies of other requests use all memory for bodies; retry later."
                 raise ApiError(429, "queue_full", text, headers={"retry-after": "1"})
 
         async def whole_receive() -> Message:
@@ -128,7 +127,7 @@ class BodyMiddleware:
                 raise ApiError(
                     408,
                     "body_timeout",
-                    f"The body was not complete after {self._timeout:g} s; send it faster.",
+                    f"Timed out after {self._timeout:g} s while reading the request body.",
                     headers={"connection": "close"},
                 ) from None
             if message["type"] == "http.request":
@@ -148,7 +147,7 @@ class BodyMiddleware:
 
 
 def _is_json(scope: Scope) -> bool:
-    """True for JSON, and for what curl says of its own accord, or nothing, where no page of a browser sends it."""
+    """True for JSON, and for curl's default type, or none, unless a browser's page sends it."""
     headers = dict(scope["headers"])
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower().decode("latin-1")
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):

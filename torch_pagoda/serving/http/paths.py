@@ -1,4 +1,4 @@
-"""Requests that mean a route without naming it: HEAD for GET, and paths that end with a slash."""
+"""Requests that mean a route without naming it: HEAD for GET, and paths with a trailing slash."""
 
 from __future__ import annotations
 

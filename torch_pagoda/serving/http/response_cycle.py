@@ -1,4 +1,4 @@
-"""Answers of uvicorn to clients of HTTP/1.0, and to clients that are still sending their body."""
+"""Responses of uvicorn to HTTP/1.0 clients, and to clients that are still sending their body."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _UNKNOWN_LENGTH = sys.maxsize
 
 
 class ResponseCycle(RequestResponseCycle):
-    """One request and its answer.
+    """One request and its response.
 
-    A client of HTTP/1.0 knows no chunks (RFC 9112, 6.1): an answer without a length ends with the connection. A
-    connection that is to be closed stays open while its client sends the body: closed with bytes that nobody has
-    read, it would be reset, and the client would lose the answer.
+    HTTP/1.0 has no chunked encoding (RFC 9112, 6.1): a response without a length ends with the connection. A
+    connection to be closed stays open while its client sends the body: closing it with unread bytes would reset it,
+    and the client would lose the response.
 
     Attributes:
-        keeps_open: called where the connection is to be closed now; True if somebody else closes it later.
+        keeps_open: called when the connection should close; True if somebody else closes it later.
     """
 
     keeps_open: Callable[[], bool]
 
     async def send(self, message: ASGISendEvent) -> None:
-        """Write a part of the answer."""
+        """Write a part of the response."""
         if message["type"] == "http.response.start" and self.scope["http_version"] == "1.0":
             if not any(name.lower() == b"content-length" for name, _ in message.get("headers", ())):
                 self.chunked_encoding, self.expected_content_length = False, _UNKNOWN_LENGTH

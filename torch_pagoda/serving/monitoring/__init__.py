@@ -1,1 +1,1 @@
-"""Metrics under vLLM's names, log lines and traces, from one record for each request."""
+"""Metrics under vLLM's names, log lines and traces, from one record per request."""

@@ -1,4 +1,4 @@
-"""Metric families: the engine's, made of its figures at a scrape, and how families are built and named."""
+"""Metric families of the engine, from its statistics at a scrape, and helpers to build and name families."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ AUTOSCALER_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_u
 """Gauges that autoscalers read; they may have two names."""
 
 _GAUGES = {
-    "num_requests_running": ("running", "Sequences that run."),
-    "num_requests_waiting": ("queue_length", "Sequences that wait."),
+    "num_requests_running": ("running", "Running sequences."),
+    "num_requests_waiting": ("queue_length", "Waiting sequences."),
 }
 _COUNTERS = {
-    "prompt_tokens": ("prompt_tokens", "Tokens of prompts, cached ones included."),
+    "prompt_tokens": ("prompt_tokens", "Prompt tokens, cached ones included."),
     "generation_tokens": ("generated_tokens", "Tokens generated."),
-    "num_preemptions": ("preemptions", "Sequences that lost their blocks."),
+    "num_preemptions": ("preemptions", "Preemptions of sequences."),
     "prefix_cache_queries": ("prefix_query_tokens", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hit_tokens", "Tokens found in the prefix cache."),
 }
@@ -41,7 +41,7 @@ Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
 def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
-    """Families of the engine's figures (``EngineClient.stats``; zeros before it is ready)."""
+    """Families of the engine's statistics (``EngineClient.stats``; zeros before it is ready)."""
     for name, (key, text) in _GAUGES.items():
         yield labeled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     total = stats.get("blocks_total", 0)
@@ -50,14 +50,14 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     yield labeled(
         GaugeMetricFamily,
         "vllm:num_requests_waiting_by_reason",
-        "Sequences that wait, by why; none is held back by anything but capacity.",
+        "Waiting sequences by reason; the only reason is capacity.",
         [({**labels, "reason": "capacity"}, stats.get("queue_length", 0)), ({**labels, "reason": "deferred"}, 0)],
     )
     cached = stats.get("cached_tokens", 0)
     yield labeled(
         CounterMetricFamily,
         "vllm:prompt_tokens_by_source",
-        "Tokens of prompts by where they came from.",
+        "Prompt tokens by source.",
         [
             ({**labels, "source": "local_compute"}, max(0, stats.get("prompt_tokens", 0) - cached)),
             ({**labels, "source": "local_cache_hit"}, cached),
@@ -66,7 +66,7 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     )
     for name, (key, text) in _COUNTERS.items():
         yield labeled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
-    steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of a step.", labels=tuple(labels))
+    steps = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens per step.", labels=tuple(labels))
     buckets = [(str(float(bound)), float(stats.get(figure, 0))) for bound, figure in FIGURES.items()]
     buckets.append(("+Inf", float(stats.get("steps", 0))))
     steps.add_metric(tuple(labels.values()), buckets, float(stats.get("computed_tokens", 0)))
@@ -77,12 +77,12 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
         "num_gpu_blocks": str(int(total)),
         "num_cpu_blocks": str(int(stats.get("host_blocks_total", 0))),
     }
-    yield labeled(GaugeMetricFamily, "vllm:cache_config_info", "How the KV cache was set up.", [(config, 1)])
+    yield labeled(GaugeMetricFamily, "vllm:cache_config_info", "Configuration of the KV cache.", [(config, 1)])
     yield from _own_families(stats)
 
 
 def _own_families(stats: Stats) -> Iterable[Metric]:
-    seconds = SummaryMetricFamily("pagoda:engine_step_seconds", "Time of the engine's steps.", labels=("phase",))
+    seconds = SummaryMetricFamily("pagoda:engine_step_seconds", "Duration of engine steps.", labels=("phase",))
     model = float(stats.get("model_seconds", 0.0))
     for phase, spent in (("model", model), ("other", float(stats.get("total_seconds", 0.0)) - model)):
         seconds.add_metric((phase,), count_value=int(stats.get("steps", 0)), sum_value=max(0.0, spent))
@@ -90,7 +90,7 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
     yield labeled(
         GaugeMetricFamily,
         "pagoda:blocks",
-        "Blocks of the KV cache by what they hold.",
+        "KV-cache blocks by content.",
         [({"state": state}, stats.get(f"blocks_{state}", 0)) for state in ("used", "cached", "free")],
     )
     if total := stats.get("state_slots_total", 0):
@@ -98,27 +98,25 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
     yield labeled(
         CounterMetricFamily,
         "pagoda:engine_restarts",
-        "Engines started in the place of one that died.",
+        "Restarts of the engine.",
         [({}, stats.get("restarts", 0))],
     )
 
 
 def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
-    """Of models with recurrent or convolution states; vLLM counts theirs as blocks of the KV cache."""
+    """Families of models with recurrent or convolution states; vLLM counts these states as KV-cache blocks."""
     usage = stats.get("state_slots_used", 0) / total
-    yield labeled(
-        GaugeMetricFamily, "pagoda:state_slots_usage_perc", "Slots of states in use, 0 to 1.", [({}, usage)]
-    )
+    yield labeled(GaugeMetricFamily, "pagoda:state_slots_usage_perc", "State slots in use, 0 to 1.", [({}, usage)])
     yield labeled(
         GaugeMetricFamily,
         "pagoda:state_slots",
-        "Slots of states by what they hold: a sequence's state, a snapshot of one, nothing.",
+        "State slots by content: a sequence's state, a snapshot, nothing.",
         [({"state": state}, stats.get(f"state_slots_{state}", 0)) for state in ("used", "cached", "free")],
     )
     yield labeled(
         CounterMetricFamily,
         "pagoda:state_slots_evicted",
-        "Snapshots of states that were given up for room.",
+        "Evicted state snapshots.",
         [({}, stats.get("state_slots_evicted", 0))],
     )
 
@@ -140,7 +138,7 @@ def histogram_family(name: str, text: str, samples: Sequence[tuple[Labels, Histo
 
 
 def renamed(families: Iterable[Metric], prefix: MetricsPrefix) -> Iterable[Metric]:
-    """``families`` with vLLM's names as ``prefix`` says, see ``ServerMetrics``."""
+    """``families``, vLLM's names replaced according to ``prefix``; see ``ServerMetrics``."""
     for family in families:
         name = family.name.removeprefix("vllm:")
         own = prefix == "pagoda" or (prefix == "both" and name in AUTOSCALER_GAUGES)

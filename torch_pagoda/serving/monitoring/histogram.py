@@ -1,4 +1,4 @@
-"""A histogram for one event loop: fixed buckets, a sum, and one bisection for each value."""
+"""A histogram for one event loop: fixed buckets, a sum, and one bisection per value."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ COUNTS_OF_N = (1, 2, 5, 10, 20)
 """vLLM's bounds for the parameter ``n``."""
 
 HTTP_SECONDS = (0.1, 0.5, 1)
-"""Bounds of ``http_request_duration_seconds`` as vLLM's instrumentator has them."""
+"""Bounds of ``http_request_duration_seconds``, as in vLLM's instrumentator."""
 
 SHORT_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
-"""Bounds for what should take milliseconds."""
+"""Bounds for durations of milliseconds."""
 
 
 def one_two_five(maximum: int) -> tuple[int, ...]:
-    """Bounds 1, 2, 5, 10, … up to ``maximum``, as vLLM has them for numbers of tokens."""
+    """Bounds 1, 2, 5, 10, … up to ``maximum``, as in vLLM for token counts."""
     bounds = (mantissa * 10**exponent for exponent in range(len(str(maximum))) for mantissa in (1, 2, 5))
     return tuple(bound for bound in bounds if bound <= maximum)
 
@@ -52,11 +52,11 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Count ``value``, ``count`` times; a bucket holds what is at most its bound."""
+        """Count ``value``, ``count`` times; a bound belongs to its own bucket."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.sum += value * count
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Bounds as Prometheus spells them, with how many values lie at or below each; the last one is +Inf."""
+        """Bounds in Prometheus's spelling, with the number of values up to each; the last one is +Inf."""
         bounds = (*(str(float(bound)) for bound in self._bounds), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))

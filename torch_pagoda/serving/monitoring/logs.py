@@ -1,4 +1,4 @@
-"""Log lines of a server: one for each request at its end, and one of the throughput while it is busy."""
+"""Log lines of a server: one per finished request, and one of the throughput while it is busy."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger(__name__)
 
 LogFormat = Literal["text", "json"]
 LogRequests = Literal["none", "ids", "content"]
-"""Whether finished requests are logged: not at all, by their figures, or with prompts and outputs as well."""
+"""Whether to log finished requests: not at all, their statistics, or also prompts and outputs."""
 
 MAX_VALUE_CHARS = 256
-"""Of a text value in a line, contents excepted."""
+"""Maximum characters of a text value in a line, contents excepted."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:@+-]+")
 # What moves a terminal's cursor, ends a line or reorders text: C0, DEL, C1, line and paragraph separators, marks of
@@ -29,7 +29,7 @@ _HOSTILE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\
 
 
 def escaped(text: str) -> str:
-    """``text`` on one line: control characters, separators and marks of direction as ``\\uXXXX``."""
+    """``text`` on one line: control characters, separators and bidi marks as ``\\uXXXX``."""
     return _HOSTILE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -38,7 +38,7 @@ class RequestLog:
 
     Args:
         requests: see ``LogRequests``.
-        target: where the lines go, as messages of level INFO with their values in ``fields``.
+        target: the logger; lines are INFO messages with their values in ``fields``.
     """
 
     def __init__(self, requests: LogRequests = "ids", target: logging.Logger = logger) -> None:
@@ -47,11 +47,11 @@ class RequestLog:
 
     @property
     def wants_content(self) -> bool:
-        """``write`` uses what it is given of prompts and outputs."""
+        """Whether ``write`` uses prompts and outputs."""
         return self._requests == "content"
 
     def write(self, record: RequestRecord, *, prompt: object = None, output: object = None) -> None:
-        """Log a request at its end; ``prompt`` and ``output`` (JSON values) only where contents are asked for."""
+        """Log a finished request; pass ``prompt`` and ``output`` (JSON values) only if contents are logged."""
         if self._requests == "none" or not self._target.isEnabledFor(logging.INFO):
             return
         fields = request_fields(record)
@@ -62,7 +62,7 @@ class RequestLog:
 
 
 def request_fields(record: RequestRecord) -> dict[str, Any]:
-    """What a line says of a request; times in seconds, of several prompts the longest (``tpot``: the mean)."""
+    """The values of a request's line; times in seconds, the longest of several prompts (``tpot``: the mean)."""
     per_token = [s for prompt in record.prompts if (s := prompt.seconds_per_output_token) is not None]
     reasons = [reason or "abort" for reason in record.finish_reasons]
     return {
@@ -103,7 +103,7 @@ def _text_value(value: object) -> str:
 
 
 def throughput_line(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> str | None:
-    """The line of throughput between two states of ``EngineClient.stats``; None where nothing was or is to do."""
+    """The throughput line between two states of ``EngineClient.stats``; None if the engine was and is idle."""
 
     def grown(key: str) -> float:
         return max(0.0, after.get(key, 0) - before.get(key, 0))
@@ -123,7 +123,7 @@ def throughput_line(before: Mapping[str, float], after: Mapping[str, float], sec
 
 
 async def log_throughput(client: EngineClient, interval: float = 10.0) -> None:
-    """Log a line of the throughput every ``interval`` seconds while there is something to do; until cancelled."""
+    """Log a throughput line every ``interval`` seconds while the engine is busy; until cancelled."""
     before, begin = dict(client.stats), time.monotonic()
     while True:
         await asyncio.sleep(interval)
@@ -135,7 +135,7 @@ async def log_throughput(client: EngineClient, interval: float = 10.0) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """Lines for people: time, level, message. Whatever the message holds, it stays on its line."""
+    """Lines for people: time, level, message; a message never spans lines."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -145,12 +145,12 @@ class TextFormatter(logging.Formatter):
         return escaped(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:
-        """The traceback, indented, so that no text in it looks like a line of its own."""
+        """The traceback, indented, so that none of its lines looks like a log line."""
         return "\n".join("    " + escaped(line) for line in super().formatException(ei).splitlines())
 
 
 class JsonFormatter(logging.Formatter):
-    """A JSON object a line: ``time``, ``level``, ``logger``, and ``message`` or a request's values."""
+    """One JSON object per line: ``time``, ``level``, ``logger``, and ``message`` or a request's values."""
 
     def format(self, record: logging.LogRecord) -> str:
         """One line, in ASCII."""
@@ -168,5 +168,5 @@ class JsonFormatter(logging.Formatter):
 
 
 def formatter(log_format: LogFormat) -> logging.Formatter:
-    """The formatter for ``--log-format``; a handler of the root logger takes it, so that every line has one form."""
+    """The formatter for ``--log-format``; set on a handler of the root logger, so that every line has one form."""
     return JsonFormatter() if log_format == "json" else TextFormatter()

@@ -1,7 +1,7 @@
-"""Metrics of one server in Prometheus's formats, under vLLM's names, so that its dashboards work unchanged.
+"""Metrics of one server in Prometheus's formats, under vLLM's names, so that vLLM's dashboards work unchanged.
 
-Figures of requests are counted here as they end; the engine's are read from ``EngineClient.stats`` when somebody
-scrapes. Each server has a registry of its own. Everything is called from one event loop.
+Requests are counted here when they end; the engine's statistics are read from ``EngineClient.stats`` at each scrape.
+Each server has a registry of its own. Call everything from one event loop.
 """
 
 from __future__ import annotations
@@ -46,33 +46,33 @@ RefusalReason = Literal[
     "invalid_api_key",
     "other",
 ]
-"""Why a request was turned away: the ``code`` of the error object where it is one of these, else ``"other"``."""
+"""Why a request was refused: the ``code`` of the error object where it is one of these, else ``"other"``."""
 
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH"})
 MAX_HANDLERS = 64
-"""Routes that get a label of their own."""
+"""Routes with a label of their own."""
 
 _FINISHED = {"stop": "stop", "length": "length", "error": "error"}
-"""vLLM's ``finished_reason`` for the engine's; whatever else there is ended early: ``"abort"``."""
+"""The engine's finish reason → vLLM's ``finished_reason``; all others are ``"abort"``."""
 
 
 class ServerMetrics:
     """All metrics of a server.
 
     Args:
-        client: the engine; its figures are read at each scrape.
-        model_name: value of the label ``model_name``, the first name that the model is served under.
-        max_model_len: bounds the buckets for numbers of tokens.
-        prefix: ``"vllm"``: vLLM's metrics are called ``vllm:…``; ``"pagoda"``: they are called ``pagoda:…``;
-            ``"both"``: as ``"vllm"``, and the gauges that autoscalers read have both names. Those that vLLM does not
-            have are always ``pagoda:…``.
+        client: the engine's client; its statistics are read at each scrape.
+        model_name: value of the label ``model_name``, the server's first model name.
+        max_model_len: limits the buckets of token counts.
+        prefix: ``"vllm"``: vLLM's metrics are named ``vllm:…``; ``"pagoda"``: ``pagoda:…``; ``"both"``: as
+            ``"vllm"``, but gauges that autoscalers read have both names. Metrics that vLLM lacks are always
+            ``pagoda:…``.
     """
 
     def __init__(
         self, client: EngineClient, model_name: str, max_model_len: int, prefix: MetricsPrefix = "both"
     ) -> None:
         if prefix not in get_args(MetricsPrefix):
-            raise ValueError(f"prefix={prefix!r}: must be one of {get_args(MetricsPrefix)}")
+            raise ValueError(f"prefix={prefix!r}: use one of {get_args(MetricsPrefix)}")
         self._client = client
         self._model_name = model_name
         self._prefix = prefix
@@ -106,9 +106,9 @@ class ServerMetrics:
         self.registry.register(_Collector(self._families))
 
     def observe(self, record: RequestRecord) -> None:
-        """Count a finished generation request; once for each, however it ended.
+        """Count a finished generation request; once per request, however it ended.
 
-        One that was refused before anything was computed counts in ``refused`` and ``observe_http`` only.
+        A request refused before any computation counts in ``refused`` and ``observe_http`` only.
         """
         if record.disconnected:
             self._num_disconnects += 1
@@ -146,18 +146,18 @@ class ServerMetrics:
             histograms["request_time_per_output_token_seconds"].observe(prompt.seconds_per_output_token or 0.0)
 
     def observe_inter_token_latency(self, seconds: float, count: int = 1) -> None:
-        """Count times between two tokens of a completion while it runs; ``RequestWatch`` calls it."""
+        """Count times between two tokens of a running completion; ``RequestWatch`` calls it."""
         self._requests["inter_token_latency_seconds"].observe(seconds, count)
 
     def observe_http(self, handler: str | None, method: str, status: int, seconds: float) -> None:
-        """Count a response at its end; vLLM leaves out health checks and scrapes.
+        """Count a finished response; as in vLLM, health checks and scrapes do not count.
 
         Args:
-            handler: the route's template; None for a path that no route has. A raw path makes a label for each path
-                that somebody thinks of: beyond ``MAX_HANDLERS`` they are ``"other"``.
-            method: anything but a known one counts as ``"other"``.
-            status: counted by its class, ``"4xx"``, as vLLM does.
-            seconds: until the last byte was handed over.
+            handler: the route's template; None: no route matched. Raw paths would make one label each: beyond
+                ``MAX_HANDLERS``, handlers are ``"other"``.
+            method: unknown methods count as ``"other"``.
+            status: counted by class, ``"4xx"``, as in vLLM.
+            seconds: until the last byte was written.
         """
         handler = handler or "none"
         if handler not in self._handlers:
@@ -170,15 +170,15 @@ class ServerMetrics:
         self._http_seconds.setdefault((handler, method), Histogram(HTTP_SECONDS)).observe(seconds)
 
     def refused(self, reason: str) -> None:
-        """Count a request that was turned away; see ``RefusalReason``."""
+        """Count a refused request; see ``RefusalReason``."""
         self._refused[reason if reason in self._refused else "other"] += 1
 
     def observe_grammar(self, seconds: float) -> None:
-        """Count the time that it took to compile a grammar."""
+        """Count the compilation time of a grammar."""
         self._grammar_compile.observe(seconds)
 
     def tool_parse_failed(self) -> None:
-        """Count a tool call whose text could not be parsed."""
+        """Count a tool call that could not be parsed."""
         self._num_tool_parse_failures += 1
 
     async def sample_event_loop_lag(self, interval: float = 0.5) -> None:
@@ -189,7 +189,7 @@ class ServerMetrics:
             self._event_loop_lag.observe(max(0.0, time.monotonic() - due))
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All metrics as text, and its content type: OpenMetrics where the header ``Accept`` asks for it."""
+        """All metrics as text, and its content type: OpenMetrics if the header ``Accept`` requests it."""
         if "application/openmetrics-text" in accept:
             # The client library's own choice of an encoder turns the colons of these (valid) names to underscores.
             text = openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8)
@@ -205,7 +205,7 @@ class ServerMetrics:
             labeled(
                 CounterMetricFamily,
                 "vllm:request_success",
-                "Completions that ended, by how.",
+                "Finished completions by finish reason.",
                 [({**labels, "finished_reason": reason}, count) for reason, count in self._finished.items()],
             ),
         ]
@@ -216,27 +216,27 @@ class ServerMetrics:
     def _own_families(self, labels: dict[str, str]) -> Iterable[Metric]:
         yield histogram_family(
             "pagoda:http_ttft_seconds",
-            "From a request's arrival to its first token, as the API process saw it.",
+            "Time from a request's arrival to its first token, in the API process.",
             [(labels, self._http_first_token)],
         )
         yield histogram_family(
-            "pagoda:event_loop_lag_seconds", "How late the API's event loop woke up.", [({}, self._event_loop_lag)]
+            "pagoda:event_loop_lag_seconds", "Wake-up delay of the API's event loop.", [({}, self._event_loop_lag)]
         )
         yield histogram_family(
             "pagoda:grammar_seconds",
-            "Time that grammars took.",
+            "Compilation time of grammars.",
             [({"part": "compile"}, self._grammar_compile)],
         )
         yield labeled(
             CounterMetricFamily,
             "pagoda:requests_refused",
-            "Requests turned away, by why.",
+            "Refused requests by reason.",
             [({"reason": reason}, count) for reason, count in self._refused.items()],
         )
         yield labeled(
             CounterMetricFamily,
             "pagoda:disconnects",
-            "Requests whose client closed the connection before the end.",
+            "Requests whose client disconnected before the end.",
             [({}, self._num_disconnects)],
         )
         yield labeled(
@@ -255,7 +255,7 @@ class ServerMetrics:
         )
         yield histogram_family(
             "http_request_duration_seconds",
-            "From a request's head to the end of its response.",
+            "Time from a request's head to the end of its response.",
             [({"handler": h, "method": m}, histogram) for (h, m), histogram in self._http_seconds.items()],
         )
 
@@ -271,7 +271,7 @@ def metrics_endpoint(metrics: ServerMetrics) -> Callable[[Request], Awaitable[Re
 
 
 class _Collector:
-    """Families for a registry, made anew at each scrape."""
+    """Families for a registry, built at each scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
@@ -280,19 +280,19 @@ class _Collector:
         return self._families()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would scrape once to learn the names, before the engine is there."""
+        """Empty: the registry would otherwise scrape for the names before the engine is ready."""
         return ()
 
 
 _HELP = {
-    "time_to_first_token_seconds": "From a prompt's arrival at the engine to its first token.",
-    "inter_token_latency_seconds": "Between two tokens of a completion.",
+    "time_to_first_token_seconds": "Time from a prompt's arrival at the engine to its first token.",
+    "inter_token_latency_seconds": "Time between two tokens of a completion.",
     "request_time_per_output_token_seconds": "Mean time between two tokens of a prompt's completions.",
-    "e2e_request_latency_seconds": "From a prompt's arrival at the engine to the end of its completions.",
-    "request_queue_time_seconds": "From a prompt's arrival at the engine to its first step.",
-    "request_prefill_time_seconds": "From a prompt's first step to its first token.",
-    "request_decode_time_seconds": "From a prompt's first token to the end of its completions.",
-    "request_inference_time_seconds": "From a prompt's first step to the end of its completions.",
+    "e2e_request_latency_seconds": "Time from a prompt's arrival at the engine to the end of its completions.",
+    "request_queue_time_seconds": "Time from a prompt's arrival at the engine to its first step.",
+    "request_prefill_time_seconds": "Time from a prompt's first step to its first token.",
+    "request_decode_time_seconds": "Time from a prompt's first token to the end of its completions.",
+    "request_inference_time_seconds": "Time from a prompt's first step to the end of its completions.",
     "request_prompt_tokens": "Tokens of a prompt.",
     "request_generation_tokens": "Tokens of a completion.",
     "request_max_num_generation_tokens": "Tokens of a prompt's longest completion.",

@@ -1,4 +1,4 @@
-"""A record of one finished HTTP generation request: what metrics, log line and trace are made of."""
+"""A record of one finished generation request, the source of its metrics, log line and trace."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class PromptRecord:
     """One prompt of the request with its completions.
 
     Attributes:
-        prompt_tokens: its length.
+        prompt_tokens: number of its tokens.
         cached_tokens: how many of them came from the prefix cache.
         output_tokens: tokens of each completion, as far as they were read.
-        finish_reasons: the engine's (``wire.Delta``) for each completion; None where it had not ended.
-        times: as the engine took them; None where it had not ended.
+        finish_reasons: the engine's (``wire.Delta``) for each completion; None: unfinished.
+        times: the engine's times; None: unfinished.
     """
 
     prompt_tokens: int
@@ -29,7 +29,7 @@ class PromptRecord:
 
     @property
     def seconds_per_output_token(self) -> float | None:
-        """Mean time between two tokens of a completion; None for a single token and for what had not ended."""
+        """Mean time between two tokens of a completion; None for a single token or an unfinished request."""
         if self.times is None or self.times.decode is None:
             return None
         gaps = self.times.num_generated_tokens - len(self.output_tokens)
@@ -38,24 +38,24 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """One HTTP request for text, at its end, however it ended; ``RequestWatch`` makes it.
+    """One generation request after its end, however it ended; ``RequestWatch`` makes it.
 
     Attributes:
-        request_id: hostile text, bounded in length by whoever took it over.
+        request_id: untrusted text of bounded length.
         endpoint: the route's template.
-        model: the model's name as the request gave it (hostile, too), or the default one.
-        status: of HTTP; 499 for a client that left before there was one.
+        model: model name of the request (untrusted, too), or the default one.
+        status: HTTP status; 499 if the client disconnected before the response.
         arrival: seconds since the epoch.
         seconds: from arrival to the end.
         key_name: name of the API key; None without keys.
-        prompts: those that were submitted, also where they were refused; none where the body was refused.
-        first_token_seconds: from arrival to the first delta with a token as the API process saw it.
+        prompts: the submitted prompts, also if they were refused; empty if the body was refused.
+        first_token_seconds: from arrival to the first delta with a token, in the API process.
         n: completions of each prompt.
-        max_tokens: asked for; None where the rest of the context was meant.
-        temperature, top_p: asked for, or the default.
+        max_tokens: the requested limit; None: the rest of the context.
+        temperature, top_p: the requested value, or the default.
         streamed: the response was sent as events.
         disconnected: the client closed the connection before the end.
-        error_code: of the error object, where there was one.
+        error_code: code of the error object, if any.
         trace_headers: ``traceparent`` and ``tracestate`` of the request.
     """
 
@@ -78,26 +78,26 @@ class RequestRecord:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
     def longest(self, phase: Literal["queue", "prefill", "decode"]) -> float | None:
-        """Seconds of a phase of ``RequestTimes``, of several prompts the longest; None where there was none."""
+        """Seconds of a phase of ``RequestTimes``, the longest of several prompts; None if there is none."""
         times = [getattr(prompt.times, phase) for prompt in self.prompts if prompt.times is not None]
         return max((seconds for seconds in times if seconds is not None), default=None)
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Prompt tokens of all prompts."""
         return sum(prompt.prompt_tokens for prompt in self.prompts)
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts."""
+        """Cached tokens of all prompts."""
         return sum(prompt.cached_tokens for prompt in self.prompts)
 
     @property
     def output_tokens(self) -> int:
-        """Of all completions."""
+        """Output tokens of all completions."""
         return sum(sum(prompt.output_tokens) for prompt in self.prompts)
 
     @property
     def finish_reasons(self) -> tuple[str | None, ...]:
-        """Of all completions, prompt by prompt."""
+        """Finish reasons of all completions, prompt by prompt."""
         return tuple(reason for prompt in self.prompts for reason in prompt.finish_reasons)

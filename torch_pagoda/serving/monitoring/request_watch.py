@@ -1,4 +1,4 @@
-"""A watch over one request while its deltas come; its record at the end."""
+"""Collects the times and tokens of one running request, and makes its record at the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request_record import PromptRecord, RequestRecord
 
 
 class TakesLatencies(Protocol):
-    """Where times between tokens go while a request runs: ``ServerMetrics``."""
+    """Receives times between tokens while a request runs: ``ServerMetrics``."""
 
     def observe_inter_token_latency(self, seconds: float, count: int = 1) -> None:
         """Count ``count`` times of ``seconds`` each."""
@@ -21,8 +21,8 @@ class TakesLatencies(Protocol):
 class RequestWatch:
     """Counts tokens and takes times of one HTTP generation request.
 
-    Made when the request arrives, even if its body turns out to be refused; ``submitted`` when its prompts are known,
-    ``saw`` after every ``DeltaStream.next``, ``finish`` once, whatever happened::
+    Create it when the request arrives, even if its body may be refused; call ``submitted`` when its prompts are
+    known, ``saw`` after every ``DeltaStream.next``, and ``finish`` once in any case::
 
         watch = RequestWatch(metrics, request_id=…, endpoint="/v1/completions", model=…, key_name=…)
         watch.submitted([len(ids) for ids in prompts], n=2, max_tokens=16, streamed=True)
@@ -67,13 +67,13 @@ class RequestWatch:
         temperature: float | None = None,
         top_p: float | None = None,
     ) -> None:
-        """Say what goes to the engine: the length of each prompt, and what was asked for each."""
+        """Record the submission: the length of each prompt, and the parameters."""
         self._prompts = [_PromptWatch(length, n) for length in prompt_tokens]
         self._n, self._max_tokens, self._streamed = n, max_tokens, streamed
         self._temperature, self._top_p = temperature, top_p
 
     def saw(self, deltas: Sequence[Delta]) -> None:
-        """Count what has come; times are taken now."""
+        """Count new deltas; their time is now."""
         now = time.monotonic()
         for delta in deltas:
             prompt = self._prompts[delta.prompt_index]
@@ -96,14 +96,14 @@ class RequestWatch:
                 self._observe_unseen(prompt)
 
     def _observe_unseen(self, prompt: _PromptWatch) -> None:
-        """Count the times between tokens that came together, as the engine's mean: only it saw them come."""
+        """Count the times between tokens of one delta, as the engine's mean: only the engine saw them one by one."""
         mean = prompt.record().seconds_per_output_token
         if mean is not None and prompt.unseen_gaps:
             self._latencies.observe_inter_token_latency(mean, prompt.unseen_gaps)
             prompt.unseen_gaps = 0
 
     def finish(self, *, status: int, disconnected: bool = False, error_code: str | None = None) -> RequestRecord:
-        """Take the time of the end; returns the record."""
+        """Record the end; returns the record."""
         return RequestRecord(
             request_id=self.request_id,
             endpoint=self._endpoint,
@@ -126,7 +126,7 @@ class RequestWatch:
 
 
 class _PromptWatch:
-    """What has come of one prompt."""
+    """What has arrived of one prompt."""
 
     __slots__ = ("cached_tokens", "finish_reasons", "last_token", "length", "output_tokens", "times", "unseen_gaps")
 
@@ -138,7 +138,7 @@ class _PromptWatch:
         self.finish_reasons: list[str | None] = [None] * n
         self.times: RequestTimes | None = None
         self.unseen_gaps = 0
-        """Between tokens that came together at a completion's beginning."""
+        """Seconds between tokens of a completion's first delta."""
 
     def record(self) -> PromptRecord:
         return PromptRecord(

@@ -1,4 +1,4 @@
-"""Traces of requests by OpenTelemetry, which is imported when an endpoint is given and not otherwise."""
+"""Traces of requests with OpenTelemetry, which is imported only if an endpoint is given."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 TRACE_HEADERS = ("traceparent", "tracestate")
-"""Headers of a request that belong into ``RequestRecord.trace_headers``."""
+"""Request headers kept in ``RequestRecord.trace_headers``."""
 
 
 class RequestTracer:
-    """A span ``llm_request`` for each generation request, with the attributes that vLLM gives it.
+    """One span ``llm_request`` per generation request, with vLLM's attributes.
 
     Args:
-        exporter: takes the spans, on a thread of its own.
-        service_name: of the resource.
+        exporter: receives the spans, on a thread of its own.
+        service_name: name of the resource.
     """
 
     def __init__(self, exporter: SpanExporter, service_name: str = "pagoda") -> None:
@@ -42,7 +42,9 @@ class RequestTracer:
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as error:
-            raise ImportError(f"trace_endpoint={endpoint!r} needs: pip install 'torch-pagoda[otel]'") from error
+            raise ImportError(
+                f"trace_endpoint={endpoint!r} needs OpenTelemetry: pip install 'torch-pagoda[otel]'"
+            ) from error
         return cls(OTLPSpanExporter(endpoint=endpoint))
 
     def export(self, record: RequestRecord) -> None:
@@ -61,13 +63,13 @@ class RequestTracer:
         span.end(end_time=int((record.arrival + record.seconds) * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         self._provider.force_flush(timeout_millis=3000)
         self._provider.shutdown()
 
 
 def span_attributes(record: RequestRecord) -> dict[str, Any]:
-    """Attributes of a request's span; times in seconds, of several prompts the longest."""
+    """Attributes of a request's span; times in seconds, the longest of several prompts."""
     prefill, decode = record.longest("prefill"), record.longest("decode")
     inference = None if prefill is None else prefill + (decode or 0.0)
     attributes: dict[str, Any] = {

@@ -20,7 +20,7 @@ MARKDOWN_PATH = "/ui/markdown"
 MAX_BODY_BYTES = 1 << 20
 MAX_TEXTS = 64
 MAX_CHARACTERS = 200_000
-"""Of all texts of one call together."""
+"""Maximum characters of all texts of one call."""
 
 _TYPES = {
     ".css": "text/css; charset=utf-8",
@@ -54,7 +54,7 @@ class _Texts(msgspec.Struct):
 
 
 def page_paths() -> Iterator[tuple[str, Path]]:
-    """Path of the URL and file of everything that the page consists of; it needs no key."""
+    """Path of the URL → file, for all files of the page; they need no key."""
     for file in sorted(FOLDER.iterdir()):
         if file.suffix in _TYPES:
             yield ("/" if file.name == "index.html" else f"/ui/{file.name}"), file
@@ -63,8 +63,8 @@ def page_paths() -> Iterator[tuple[str, Path]]:
 def chat_page_router(renderer: MarkdownRenderer | None = None) -> APIRouter:
     """Routes of the chat page: ``GET /``, its files below ``/ui/``, and ``POST /ui/markdown``.
 
-    The latter takes ``{"texts": [str, …]}`` and answers ``{"results": [[{"line": int, "html": str}, …], …]}``, the
-    blocks of each text (see ``markdown.Block``). It costs CPU time, so it should stand behind the server's key.
+    ``POST /ui/markdown`` takes ``{"texts": [str, …]}`` and answers ``{"results": [[{"line": int, "html": str}, …],
+    …]}``, the blocks of each text (see ``markdown.Block``). It costs CPU time, so it should require the server's key.
 
     Args:
         renderer: makes the HTML; by default a process of its own, which ends with this one.
@@ -77,18 +77,23 @@ def chat_page_router(renderer: MarkdownRenderer | None = None) -> APIRouter:
     async def render_markdown(request: Request) -> Response:
         body = await _body(request)
         if body is None:
-            return _error(413, "body_too_large", f"The body is longer than {MAX_BODY_BYTES} bytes.")
+            return _error(413, "body_too_large", f"The body exceeds {MAX_BODY_BYTES} bytes; send fewer texts.")
         try:
             texts = msgspec.json.decode(body, type=_Texts).texts
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return _error(400, "invalid_value", 'The body must be JSON: {"texts": [string, …]}.')
         if len(texts) > MAX_TEXTS or sum(map(len, texts)) > MAX_CHARACTERS:
             limits = f"{MAX_TEXTS} texts and {MAX_CHARACTERS} characters"
-            return _error(413, "body_too_large", f"'texts' holds more than {limits}.", "texts")
+            return _error(413, "body_too_large", f"'texts' exceeds the limit of {limits}.", "texts")
         try:
             results = await renderer.render(texts)
         except RenderBusy:
-            return _error(429, "queue_full", "Too many texts wait to be rendered.", headers={"Retry-After": "1"})
+            return _error(
+                429,
+                "queue_full",
+                "Too many texts are waiting to be rendered; retry later.",
+                headers={"Retry-After": "1"},
+            )
         except RenderFailed as failed:
             return _error(400, "invalid_value", f"{failed}".capitalize() + ".", "texts")
         return Response(b'{"results":' + results + b"}", media_type="application/json", headers=_json_headers())
@@ -114,7 +119,7 @@ def _sender(file: _File):
 
 
 async def _body(request: Request) -> bytes | None:
-    """The request's body; None where it is too long, which is seen before all of it is read."""
+    """The request's body; None if it is too long, without reading all of it."""
     length = request.headers.get("content-length", "0")
     if not length.isdecimal() or int(length[:12]) > MAX_BODY_BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Colors of code as spans with one-letter classes, whose text is the code, character for character."""
+"""Syntax highlighting as spans with one-letter classes; the spans' text is exactly the code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pygments.lexers import find_lexer_class
 from pygments.token import Comment, Generic, Keyword, Literal, Name, Number, Operator, String, Token, _TokenType
 
 MAX_CHARACTERS = 60_000
-"""Of one piece of code; longer code has no colors."""
+"""Maximum characters of highlighted code."""
 
 _LEXERS = {
     "Bash": "bash sh shell zsh",
@@ -79,7 +79,7 @@ _LEXERS = {
     "Zig": "zig",
     "verilog": "verilog v",
 }
-"""Pygments' name of a language → names that fences give it. A table, so that text from outside picks no module."""
+"""Pygments' lexer name → language names in fences. Only these can be chosen by untrusted text."""
 
 _NAMED = {alias: name for name, aliases in _LEXERS.items() for alias in aliases.split()}
 
@@ -110,7 +110,7 @@ _CLASSES = {
 
 
 def colored(source: str, language: str) -> str:
-    """HTML of code: escaped, with spans where its language is known and it is not too long."""
+    """HTML of code: escaped, with spans if its language is known and it is not too long."""
     lexer = _lexer(_NAMED.get(language, ""))
     if lexer is None or len(source) > MAX_CHARACTERS:
         return escape(source)

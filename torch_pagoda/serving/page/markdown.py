@@ -1,7 +1,7 @@
 """Markdown to inert HTML, block by block: HTML in the text is text, links are checked, code is colored.
 
-Run as a program it renders for another process: frames of a length (four bytes, big-endian) and JSON, until its input
-ends. ``MarkdownRenderer`` in ``markdown_process.py`` speaks to it.
+As a program it renders for another process: frames of a length (four bytes, big-endian) and JSON, until its input
+ends. ``MarkdownRenderer`` in ``markdown_process.py`` is its client.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .code_colors import colored
 from .markdown_process import LENGTH
 
 MAX_NESTING = 40
-"""Depth of quotes, lists and emphasis; what lies deeper is text."""
+"""Maximum depth of quotes, lists and emphasis; deeper ones are text."""
 
 _SAFE_LINK = re.compile(r"(?:https?://|mailto:)[^\s\x00-\x1f\x7f]+", re.IGNORECASE)
 _LANGUAGE = re.compile(r"[a-z0-9][a-z0-9_+#.-]{0,23}")
@@ -32,11 +32,11 @@ _ALIGNMENT = re.compile(r"text-align:(left|center|right)")
 
 
 class Block(TypedDict):
-    """A block of the outermost level: paragraph, list, table, fenced code, …
+    """A top-level block: paragraph, list, table, fenced code, …
 
     Keys:
-        line: of the text, counted from 0, where it begins.
-        html: its HTML; no element and no attribute in it loads, runs or sends anything.
+        line: its first line in the text, counted from 0.
+        html: its HTML; it loads, runs and sends nothing.
     """
 
     line: int
@@ -46,7 +46,7 @@ class Block(TypedDict):
 def render_blocks(text: str) -> list[Block]:
     """Blocks of a CommonMark text with tables and strikethrough.
 
-    Text that is appended later can change only the last of them, and link references in those before.
+    Appending text can change only the last block, and link references in earlier ones.
     """
     env: EnvType = {}
     return [
@@ -78,7 +78,7 @@ class _Renderer(RendererHTML):
         return _code(tokens[idx].content, "")
 
     def image(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        """The text of an image: loading it would tell its server who reads."""
+        """The text of an image: loading the image would tell its server who reads."""
         return f'<span class="image">{escape(tokens[idx].content)}</span>'
 
     def link_open(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
@@ -93,7 +93,7 @@ class _Renderer(RendererHTML):
 
 
 def _cell(tag: str, token: Token) -> str:
-    """The opening of a cell; its alignment is a class, as the page's policy forbids style."""
+    """The opening of a cell; its alignment is a class, as the page's policy forbids style attributes."""
     aligned = _ALIGNMENT.fullmatch(str(token.attrs.get("style", "")))
     return f'<{tag} class="{aligned[1]}">' if aligned else f"<{tag}>"
 
@@ -107,7 +107,7 @@ def _code(source: str, info: str) -> str:
 
 
 class _Markdown(MarkdownIt):
-    """A parser whose links go to http, https and mailto only."""
+    """A parser that allows http, https and mailto links only."""
 
     def validateLink(self, url: str) -> bool:
         return _SAFE_LINK.fullmatch(url) is not None
@@ -125,7 +125,7 @@ _MARKDOWN = _parser()
 def serve(source: BinaryIO, sink: BinaryIO) -> None:
     """Answer frames, each a JSON list of texts, with a JSON list of their blocks, until ``source`` ends.
 
-    An empty frame says that one of the texts could not be rendered.
+    An empty frame means that one of the texts could not be rendered.
     """
     while head := source.read(LENGTH.size):
         texts = json.loads(source.read(LENGTH.unpack(head)[0]))

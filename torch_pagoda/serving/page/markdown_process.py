@@ -1,4 +1,4 @@
-"""Rendering in a child process, so that no text can hold up the streams of others or run for ever."""
+"""Renders markdown in a child process, so that no text can block the streams of others or run forever."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Lock, Timer
 
 LENGTH = struct.Struct(">I")
-"""Precedes each request and each answer: its size in bytes."""
+"""Length prefix of each request and response, in bytes."""
 
 
 class RenderBusy(RuntimeError):
-    """More texts wait than ``MarkdownRenderer.max_waiting``."""
+    """More calls wait than ``MarkdownRenderer.max_waiting``."""
 
 
 class RenderFailed(ValueError):
@@ -24,12 +24,12 @@ class RenderFailed(ValueError):
 
 
 class MarkdownRenderer:
-    """A process that renders; it starts with the first call.
+    """A rendering process; it starts with the first call.
 
     Args:
-        seconds: limit on one call, all its texts together; the process is killed after it, and the next call starts a
-            new one.
-        max_waiting: limit on calls that wait for their turn.
+        seconds: limit on one call, all its texts together; then the process is killed, and the next call starts
+            another.
+        max_waiting: limit on waiting calls.
     """
 
     def __init__(self, seconds: float = 5.0, max_waiting: int = 16) -> None:
@@ -44,11 +44,11 @@ class MarkdownRenderer:
         """JSON of the blocks of each text, see ``markdown.Block``.
 
         Raises:
-            RenderBusy: too many wait.
+            RenderBusy: too many calls wait.
             RenderFailed: no answer in time, or none at all.
         """
         if self._waiting >= self.max_waiting:
-            raise RenderBusy(f"{self._waiting} requests wait; ask again later")
+            raise RenderBusy(f"{self._waiting} requests wait; retry later")
         self._waiting += 1
         request = json.dumps(list(texts)).encode()
         try:
@@ -60,7 +60,7 @@ class MarkdownRenderer:
         return answer
 
     def close(self) -> None:
-        """End the process, and the call that waits for it; a later call starts a new one."""
+        """End the process and the call that waits for it; a later call starts another."""
         process = self._process
         if process is not None:
             process.kill()
@@ -79,7 +79,7 @@ class MarkdownRenderer:
                 limit.cancel()
             if answer is None:
                 self._end()
-                raise RenderFailed(f"the text was not rendered within {self.seconds} s; show it as it is")
+                raise RenderFailed(f"rendering the text took more than {self.seconds} s; show it as it is")
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:
@@ -98,7 +98,7 @@ class MarkdownRenderer:
 
 
 def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes | None:
-    """The answer to a request; None where the process ended before it."""
+    """The answer to a request; None if the process ended before it."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(LENGTH.pack(len(request)) + request)

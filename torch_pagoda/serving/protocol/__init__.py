@@ -1,1 +1,1 @@
-"""The server's routes, by subject: what comes in as pydantic models, what goes out as structs that msgspec writes."""
+"""The server's routes by subject: requests as pydantic models, responses as msgspec structs."""

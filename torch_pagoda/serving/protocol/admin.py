@@ -1,4 +1,4 @@
-"""Routes for whoever runs the server, behind ``--enable-admin``."""
+"""Routes for the server's operator, behind ``--enable-admin``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .openapi import Empty, documented
 
 
 class ServerInfo(msgspec.Struct):
-    """Answer of ``GET /server_info``; ``tasks`` are asyncio's of the API process."""
+    """Response of ``GET /server_info``; ``tasks`` counts the API process's asyncio tasks."""
 
     settings: dict[str, Any]
     engine: dict[str, Any]
@@ -31,7 +31,7 @@ def admin_router(front: Front) -> APIRouter:
     """``GET /server_info`` and ``POST /reset_prefix_cache``."""
     router = APIRouter()
 
-    @router.get("/server_info", **documented(None, "Settings, model and figures.", (401, 503), answer=ServerInfo))
+    @router.get("/server_info", **documented(None, "Settings, model and statistics.", (401, 503), answer=ServerInfo))
     async def server_info() -> Response:
         front.admission.check_loaded()
         settings = asdict(front.settings)
@@ -39,7 +39,7 @@ def admin_router(front: Front) -> APIRouter:
         engine = msgspec.structs.asdict(front.client.hello)
         return JsonResponse(ServerInfo(settings, engine, dict(front.client.stats), len(asyncio.all_tasks())))
 
-    @router.post("/reset_prefix_cache", **documented(None, "Forget cached prompts.", (401, 415, 503, 504)))
+    @router.post("/reset_prefix_cache", **documented(None, "Reset the prefix cache.", (401, 415, 503, 504)))
     async def reset_prefix_cache() -> Response:
         try:
             await front.client.ask("reset_prefix_cache")

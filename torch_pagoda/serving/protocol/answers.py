@@ -1,4 +1,4 @@
-"""The frame of every answer with text: id, time, model, usage, and events of which only the text is encoded."""
+"""The frame of every generation response: id, time, model, usage; and events encoded around their text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def event(value: Struct) -> bytes:
 
 
 class Generated(Struct):
-    """What every answer with generated tokens begins with."""
+    """Fields that every generation response begins with."""
 
     id: str
     created: Count
@@ -35,16 +35,16 @@ class Generated(Struct):
 
 
 class Answer:
-    """What the renderers of both kinds of answers share.
+    """The parts that the renderers of all kinds of responses share.
 
     Args:
-        generation: whose pieces are shown.
-        body: what was asked.
+        generation: the generation to render.
+        body: the request's body.
         model: the name to answer under.
 
     Attributes:
-        kind: of the whole answer, a ``Generated``.
-        chunk_kind: of its events, likewise.
+        kind: struct of the whole response, a ``Generated``.
+        chunk_kind: struct of its events, likewise.
     """
 
     kind: ClassVar[Callable[..., Any]]
@@ -61,11 +61,11 @@ class Answer:
         self._head = generation.ask.id, int(time.time()), model, front.settings.system_fingerprint
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         self.is_plain = not (self._usage_always or body.return_token_ids)
-        """Events of text have nothing but the text in them."""
+        """Whether events of text contain the text only."""
 
     @property
     def done(self) -> bytes:
-        """OpenAI's."""
+        """OpenAI's final event."""
         return DONE
 
     def failure_events(self, error: ApiError) -> bytes:
@@ -77,11 +77,11 @@ class Answer:
         return error.body()
 
     def add(self, pieces: list[Piece]) -> None:
-        """Keep pieces for the whole answer."""
+        """Keep pieces for the whole response."""
         self.choices.add(pieces)
 
     def whole(self, choices: list[Any]) -> Any:
-        """The answer as one object."""
+        """The response as one object."""
         return self.kind(*self._head, choices=choices, usage=self.generation.usage())
 
     def chunk(self, choices: list[Any]) -> bytes:
@@ -92,10 +92,10 @@ class Answer:
         return event(self.chunk_kind(*self._head, choices=choices, usage=usage))
 
     def text_chunk(self, index: int, text: str, make_choice: Any) -> bytes:
-        """An event with a piece of text; what is around it is encoded once for each choice.
+        """An event with a piece of text; the rest of the event is encoded once per choice.
 
         Args:
-            index: of the choice.
+            index: index of the choice.
             text: the piece.
             make_choice: the choice's object for a text.
         """
@@ -106,7 +106,7 @@ class Answer:
         return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def last_events(self) -> bytes:
-        """The event with the usage, where it is asked for."""
+        """The event with the usage, if requested."""
         if not self._includes_usage:
             return b""
         return event(self.chunk_kind(*self._head, choices=[], usage=self.generation.usage()))

@@ -1,4 +1,4 @@
-"""The blocks of an answer in the order of its text: a run of content, a run of reasoning, or one tool call."""
+"""Blocks of an output in text order: a run of content, a run of reasoning, or one tool call."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Block:
     """One block.
 
     Attributes:
-        index: its place in the answer.
-        kind: of what it consists.
-        call: of kind ``"tool_call"``.
-        parts: its text in pieces; a call's arguments.
+        index: its index in the output.
+        kind: its kind of content.
+        call: the call, for kind ``"tool_call"``.
+        parts: its text in pieces; for a call, the arguments.
     """
 
     index: int
@@ -30,7 +30,7 @@ class Block:
 
     @property
     def text(self) -> str:
-        """All of it, up to now."""
+        """The complete text so far."""
         return "".join(self.parts)
 
 
@@ -51,7 +51,7 @@ class Grew:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """A block is whole."""
+    """The end of a block."""
 
     block: Block
 
@@ -60,7 +60,7 @@ Change: TypeAlias = Opened | Grew | Closed
 
 
 class Blocks:
-    """Groups the pieces of one answer into blocks; streams and whole answers are made of the same ones."""
+    """Groups the pieces of one output into blocks, the same for streams and whole responses."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
@@ -69,12 +69,12 @@ class Blocks:
         self._open: Block | None = None
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """Take new pieces."""
+        """Add new pieces."""
         for _ in self.feed(pieces):
             pass
 
     def feed(self, pieces: Iterable[Piece]) -> Iterator[Change]:
-        """Take new pieces; yields what changes by them."""
+        """Add new pieces; yields the changes."""
         for piece in pieces:
             if piece.finish_reason is not None:
                 self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
@@ -93,11 +93,11 @@ class Blocks:
                 yield from self._run("text", event)
 
     def open_text(self) -> Iterator[Change]:
-        """Begin a block of text, of which there may be nothing."""
+        """Begin a block of text, which may stay empty."""
         yield from self._begin("text")
 
     def close(self) -> Iterator[Change]:
-        """End the block that is open, if one is."""
+        """End the open block, if any."""
         if self._open is not None:
             yield Closed(self._open)
             self._open = None

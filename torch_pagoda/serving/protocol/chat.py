@@ -47,7 +47,7 @@ class CalledTool(Struct, kw_only=True):
 
 
 class CalledToolChunk(Struct, kw_only=True):
-    """A call at its place among those of the choice."""
+    """A call with its index among those of the choice."""
 
     index: Count
     id: str
@@ -56,14 +56,14 @@ class CalledToolChunk(Struct, kw_only=True):
 
 
 class ChatLogprobs(Struct):
-    """An entry for each token."""
+    """One entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class ChatMessage(Struct, kw_only=True):
-    """The assistant's message; its reasoning stands under two names."""
+    """The assistant's message; its reasoning has two names."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
@@ -95,7 +95,7 @@ class ChatCompletion(Generated, kw_only=True):
 
 
 class ChatDelta(Struct):
-    """What is new of a message."""
+    """The new part of a message."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
@@ -117,7 +117,7 @@ class ChatChunkChoice(Struct):
 
 
 class ChatCompletionChunk(Generated, kw_only=True):
-    """Event of ``POST /v1/chat/completions``; one with the usage of all has no choices."""
+    """Event of ``POST /v1/chat/completions``; the event with the usage has no choices."""
 
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     choices: list[ChatChunkChoice]
@@ -133,7 +133,9 @@ def chat_router(front: Front) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions",
-        **documented(ChatBody, "The next message of a conversation.", answer=ChatCompletion, events=ChatEvents),
+        **documented(
+            ChatBody, "Generate the next message of a conversation.", answer=ChatCompletion, events=ChatEvents
+        ),
     )
     async def chat(request: Request) -> Response:
         return await respond(front, request, ChatBody, prepare)
@@ -150,11 +152,11 @@ async def prepare(
     name: str = "messages",
     places: list[str] | None = None,
 ) -> Prepared:
-    """What to ask the engine.
+    """Convert the request to a generation.
 
     Args:
         front, request, body, model: of the request.
-        name, places: of the conversation and its messages, as the client knows them; see ``prompt_of``.
+        name, places: field names of the conversation and its messages, for errors; see ``prompt_of``.
 
     Raises:
         ApiError: 400.
@@ -162,13 +164,15 @@ async def prepare(
     hello, settings = front.client.hello, front.settings
     if body.modalities not in (None, ["text"]):
         refuse(
-            "modalities", f"modalities={shown(body.modalities)} are not served; use ['text']", "unsupported_parameter"
+            "modalities",
+            f"modalities={shown(body.modalities)} are not supported; use ['text']",
+            "unsupported_parameter",
         )
     if body.top_logprobs is not None and not body.logprobs:
         refuse("top_logprobs", "top_logprobs needs logprobs=true; add it, or leave top_logprobs out")
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if asked == 0:
-        refuse("max_tokens", "max_tokens=0 asks for nothing; ask for at least one token")
+        refuse("max_tokens", "max_tokens=0 generates nothing; use at least 1")
     params = sampling_params(
         body,
         hello.default_params,
@@ -220,13 +224,13 @@ async def prepare(
 
 
 def _marks_in_text(formats: AnyFormat, stop: str | list[str] | None) -> dict[str, Any]:
-    """Parameters with which special tokens have text that the parser, or the request's stop strings, look for."""
+    """Parameters that detokenize the special tokens in the marks of the parser or the request's stop strings."""
     kept = formats.kept_special_token_ids([stop] if isinstance(stop, str) else stop or [])
     return {"skip_special_tokens": False} if kept is None else {"kept_special_token_ids": kept}
 
 
 class ChatAnswer(Answer):
-    """The answer, whole or in events.
+    """The response, whole or as events.
 
     Args:
         generation, body, model: see ``Answer``.
@@ -247,7 +251,7 @@ class ChatAnswer(Answer):
         return b"".join([self._events(piece) for piece in pieces])
 
     def body(self) -> ChatCompletion:
-        """The answer as one object."""
+        """The response as one object."""
         answer: ChatCompletion = self.whole([])
         for i, choice in enumerate(self.choices.by_index):
             message = ChatMessage(content=choice.text)

@@ -1,4 +1,4 @@
-"""Messages, tools and template variables of a chat request, checked and rendered."""
+"""Messages, tools and template variables of a chat request, validated and rendered."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def tools_of(front: Front, body: ChatBody) -> tuple[list[Tool], ToolChoice]:
-    """The tools that the model may call, and whether it has to.
+    """The callable tools, and whether a call is required.
 
     Raises:
-        ApiError: 400; the choice does not fit the tools, or this model cannot call any.
+        ApiError: 400; the choice does not match the tools, or the model cannot call any.
     """
     try:
         tools = check_tools(body.tools)
@@ -35,79 +35,79 @@ def tools_of(front: Front, body: ChatBody) -> tuple[list[Tool], ToolChoice]:
         raise ApiError(400, "invalid_value", str(error), param="tool_choice") from error
     left = chosen(tools, choice)
     if left and (front.formats is None or not front.formats.calls_tools):
-        text = "this model's template does not take tools"
+        text = "this model's chat template does not support tools"
         if front.template_facts.takes_tools:
-            text = "this model's template takes tools, but it is not known how the model writes its calls"
-        refuse("tools", f"{text}; leave tools out, or start with --tool-call-parser", "unsupported_parameter")
+            text = "this model's chat template supports tools, but the format of its calls is unknown"
+        refuse("tools", f"{text}; omit tools, or start the server with --tool-call-parser", "unsupported_parameter")
     return left, choice
 
 
 def call_grammar(
     front: Front, body: ChatBody, tools: list[Tool], choice: ToolChoice, prompt: str
 ) -> tuple[str | None, list[str]]:
-    """The grammar that calls are held to, and what of the tools' schemas it does not say; None: the model is free.
+    """The grammar for tool calls, and the parts of the tools' schemas it does not enforce; None: unconstrained.
 
-    ``prompt`` is the text behind which it begins.
+    ``prompt`` is the text before the output.
 
     Raises:
-        ApiError: 400; calls are to be enforced, which this model's format does not allow.
+        ApiError: 400; the calls must be enforced, which the model's format does not allow.
     """
     assert front.formats is not None
     strict = any(tool.strict for tool in tools)
     if choice.mode != "required" and not strict:
         return None, []
-    prepare = partial(embedded_schema, "tools: a schema of parameters", lenient=not strict)
+    prepare = partial(embedded_schema, "the schema of a tool's parameters", lenient=not strict)
     parallel = body.parallel_tool_calls is not False
     try:
         grammar = front.formats.grammar(tools, choice, parallel=parallel, prepare=prepare, prompt_text=prompt)
     except ValueError as error:
         raise ApiError(400, "invalid_schema", str(error), param="tools") from error
     if grammar is None and choice.mode == "required":
-        text = "calls cannot be enforced in this model's format; use tool_choice='auto'"
+        text = "tool calls cannot be enforced in this model's format; use tool_choice='auto'"
         refuse("tool_choice", text, "unsupported_parameter")
     return grammar, _left_out(front.formats, body, tools, grammar is not None)
 
 
 def _left_out(formats: AnyFormat, body: ChatBody, tools: list[Tool], is_held: bool) -> list[str]:
-    """What of the tools' schemas calls need not fit, though a grammar holds them if ``is_held``.
+    """The parts of the tools' schemas that are not enforced; ``is_held``: a grammar constrains the calls.
 
     Raises:
-        ApiError: 400; a tool is strict, and something of it is left out.
+        ApiError: 400; a tool is strict, and a part of its schema is not enforced.
     """
     found = []
     for tool in tools:
         place = f"tools[{(body.tools or []).index(dict(tool.declaration))}] ({tool.name})"
         if tool.strict and not is_held:
             has_grammar = isinstance(formats, Format) and formats.calls is not None and formats.calls.grammar
-            remedy = "use tool_choice='required', or leave strict out" if has_grammar else "leave strict out"
-            text = f"{place} is strict, and calls within text cannot be enforced in this model's format; {remedy}"
+            remedy = "use tool_choice='required', or omit strict" if has_grammar else "omit strict"
+            text = f"{place} is strict, but optional calls cannot be enforced in this model's format; {remedy}"
             refuse("tools", text, "unsupported_parameter")
         parts = formats.left_out(tool) if isinstance(formats, Format) else []
         if tool.strict and parts:
-            text = f"{place} is strict, and in this model's format these parts of its schema cannot be enforced: "
-            refuse("tools", f"{text}{', '.join(parts)}; change them, or leave strict out", "invalid_schema")
+            text = f"{place} is strict, but this model's format cannot enforce these parts of its schema: "
+            refuse("tools", f"{text}{', '.join(parts)}; change them, or omit strict", "invalid_schema")
         found += [f"{place}: {part}" for part in parts]
     return found
 
 
 def may_reason(formats: AnyFormat) -> bool:
-    """True if answers may hold reasoning."""
+    """Whether the output may contain reasoning."""
     return not isinstance(formats, Format) or formats.reasoning is not None
 
 
 def reasoning_ahead(formats: AnyFormat, prompt: str) -> str | tuple[str, ...] | None:
-    """The text, or texts one after the other, behind which the answer begins; None where the prompt ends there.
+    """The text, or texts in sequence, after which the answer begins; None if the prompt ends there.
 
-    A constraint on the answer begins behind it. A model that would open its reasoning itself answers at once.
+    A constraint on the answer begins after it. A model that would open its reasoning itself answers at once.
 
     Raises:
-        ApiError: 400; no one text does.
+        ApiError: 400; there is no single such text.
     """
     try:
         return formats.reasoning_ahead(prompt)
     except ValueError as error:
-        remedy = "ask for an answer without reasoning, or leave the constraint out"
-        refuse("response_format", f"{error}, so that no grammar can begin behind it; {remedy}")
+        remedy = "disable reasoning, or omit the constraint"
+        refuse("response_format", f"{error}, so no grammar can begin after it; {remedy}")
 
 
 async def prompt_of(
@@ -119,12 +119,12 @@ async def prompt_of(
     name: str = "messages",
     places: list[str] | None = None,
 ) -> Prompt:
-    """The conversation as a prompt.
+    """Render the conversation as a prompt.
 
     Args:
         front, body: of the request.
-        tools: for the template.
-        max_model_len: what can run.
+        tools: passed to the template.
+        max_model_len: the context length.
         name: of the conversation's field, for errors.
         places: names of its messages, for errors; None: ``name`` with their indices.
 
@@ -142,8 +142,8 @@ async def prompt_of(
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     if body.chat_template is not None and not front.settings.trust_request_chat_template:
-        remedy = "leave it out, or start with --trust-request-chat-template"
-        refuse("chat_template", f"chat_template is not taken from requests; {remedy}", "unsupported_parameter")
+        remedy = "omit it, or start the server with --trust-request-chat-template"
+        refuse("chat_template", f"chat_template is not accepted in requests; {remedy}", "unsupported_parameter")
     continues = bool(body.continue_final_message)
     return await front.prompts.of_messages(
         [one_text_before_call(message) for message in body.messages]

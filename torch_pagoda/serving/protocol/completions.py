@@ -62,7 +62,7 @@ class Completion(Generated, kw_only=True):
 
 
 class CompletionChunk(Generated, kw_only=True):
-    """Event of ``POST /v1/completions``; one with the usage of all has no choices."""
+    """Event of ``POST /v1/completions``; the event with the usage has no choices."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChunkChoice]
@@ -80,7 +80,7 @@ def completions_router(front: Front) -> APIRouter:
         "/v1/completions",
         **documented(
             CompletionBody,
-            "Text that follows on a prompt, or on several.",
+            "Continue one or more prompts.",
             answer=Completion,
             events=CompletionEvents,
         ),
@@ -92,7 +92,7 @@ def completions_router(front: Front) -> APIRouter:
 
 
 async def prepare(front: Front, request: Request, body: CompletionBody, model: str) -> Prepared:
-    """What to ask the engine.
+    """Convert the request to a generation.
 
     Raises:
         ApiError: 400.
@@ -100,12 +100,14 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
     hello, settings = front.client.hello, front.settings
     best_of = None if body.best_of == (body.n or 1) else body.best_of
     if best_of is not None and body.stream:
-        refuse("best_of", f"best_of={best_of} is not n and cannot be streamed: which are best is known at the end")
+        refuse(
+            "best_of", f"best_of={best_of} cannot be streamed unless it equals n; leave out stream, or use best_of=n"
+        )
     max_tokens = body.max_tokens
     if max_tokens is None:
         max_tokens = hello.default_params.get("max_tokens", DEFAULT_MAX_TOKENS)
     if max_tokens == 0 and not body.echo:
-        refuse("max_tokens", "max_tokens=0 needs echo=true; ask for at least one token")
+        refuse("max_tokens", "max_tokens=0 needs echo=true; use at least 1")
     scores = body.logprobs if body.echo else None
     params = sampling_params(
         body,
@@ -142,7 +144,7 @@ async def prepare(front: Front, request: Request, body: CompletionBody, model: s
 
 
 async def _echo(front: Front, prompt: Prompt, by_token: bool) -> list[str]:
-    """Text of a prompt, ``by_token`` as what each of its tokens is of it."""
+    """Text of a prompt; with ``by_token``, the text of each of its tokens."""
     if by_token and front.tokenizer is not None:
         return await front.prompts.added_texts(prompt)
     return [await front.prompts.decode(prompt.token_ids) if prompt.text is None else prompt.text]
@@ -152,11 +154,11 @@ _Kind = TypeVar("_Kind", bound=CompletionChunkChoice)
 
 
 class CompletionAnswer(Answer):
-    """The answer, whole or in events.
+    """The response, whole or as events.
 
     Args:
         generation, body, model: see ``Answer``.
-        echoes: text of each prompt in parts, where the answer begins with it: with ``logprobs`` one for each token.
+        echoes: parts of each prompt that the output begins with: with ``logprobs``, one per token.
     """
 
     kind, chunk_kind = Completion, CompletionChunk
@@ -176,7 +178,7 @@ class CompletionAnswer(Answer):
         return b"".join([self._event(piece) for piece in pieces])
 
     def body(self) -> Completion:
-        """The answer as one object."""
+        """The response as one object."""
         choices = [self._choice(CompletionChoice, i, choice) for i, choice in enumerate(self.choices.by_index)]
         if self._wants_prompt_logprobs:
             for choice in choices:

@@ -1,4 +1,4 @@
-"""``GET /docs``: the routes and their fields as one page, made here and without anything from elsewhere."""
+"""``GET /docs``: the routes and their fields on one page, without external resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HEADERS = {
 
 
 def docs_router(app: FastAPI) -> APIRouter:
-    """The route; what it shows is also at ``/openapi.json``."""
+    """The route; ``/openapi.json`` has the same content."""
     router = APIRouter()
 
     @router.get("/docs", include_in_schema=False)
@@ -48,7 +48,7 @@ def _page(schema: dict[str, Any]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body><h1>{title}</h1><p>Version {escape(schema['info']['version'])}; the same for programs: "
+        f"<body><h1>{title}</h1><p>Version {escape(schema['info']['version'])}; machine-readable: "
         f"<code>/openapi.json</code>.</p>{''.join(parts)}</body></html>"
     )
 

@@ -1,4 +1,4 @@
-"""Fields that requests for completions and for chat share: which there are, of which kinds, within which bounds."""
+"""Fields shared by completion and chat requests, with their types and bounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_STOP = 16
 MAX_STOP_LENGTH = 256
 MAX_BIASES = 1024
 MAX_IGNORED_SHOWN = 16
-"""Names of ignored fields in the header; one of more than 64 characters is left out."""
+"""Maximum names of ignored fields in the header; names of more than 64 characters are left out."""
 
 
 def _whole(value: object) -> object:
@@ -21,7 +21,7 @@ def _whole(value: object) -> object:
 
 
 Whole = Annotated[int, BeforeValidator(_whole)]
-"""An integer; JSON does not tell 2.0 from 2."""
+"""An integer; as in JSON, 2.0 is 2."""
 _TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
 # Of long lists the first mistake is enough: an error for each would take gigabytes.
 TokenIds = Annotated[list[_TokenId], Field(max_length=2**18, fail_fast=True)]
@@ -30,33 +30,33 @@ Texts = Annotated[list[str], Field(max_length=10_000, fail_fast=True)]
 
 
 class Body(BaseModel):
-    """A body whose unknown fields are kept by name, to be named to the client."""
+    """A body that keeps unknown fields by name, to report them to the client."""
 
     model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
 
     accepted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that are taken and mean nothing here."""
+    """Fields that are accepted and ignored."""
     refused: ClassVar[dict[str, str]] = {}
-    """Fields that cannot be served and would be missed: name → what to do instead."""
+    """Unsupported fields whose absence would matter: name → remedy."""
 
     def ignored_fields(self, strict: bool) -> list[str]:
-        """Names of fields that mean nothing here.
+        """Names of the ignored fields.
 
         Raises:
-            ApiError: 400; one cannot be served, or there are unknown ones and the server is strict.
+            ApiError: 400; a field is unsupported, or unknown and the server is strict.
         """
         extra = {name: value for name, value in (self.model_extra or {}).items() if value not in (None, [], {}, "")}
         for name in extra:
             if name in self.refused:
-                refuse(name, f"{name} is not served; {self.refused[name]}", "unsupported_parameter")
+                refuse(name, f"{name} is not supported; {self.refused[name]}", "unsupported_parameter")
         ignored = sorted(name for name in extra if name not in self.accepted)
         if ignored and strict:
-            refuse(ignored[0][:200], f"{ignored[0][:200]!r} is not known; leave it out", "unsupported_parameter")
+            refuse(ignored[0][:200], f"{ignored[0][:200]!r} is not a known field; omit it", "unsupported_parameter")
         return ignored
 
 
 class StreamOptions(BaseModel):
-    """What a stream reports besides its text."""
+    """Options of a stream."""
 
     model_config = ConfigDict(strict=True)
 
@@ -74,13 +74,13 @@ class RequestBody(Body):
 class GenerationBody(RequestBody):
     """Fields of every request that generates text; null means absent."""
 
-    max_tokens: Whole | None = Field(None, ge=0, description="New tokens at most.")
+    max_tokens: Whole | None = Field(None, ge=0, description="Maximum new tokens.")
     min_tokens: Whole | None = Field(None, ge=0)
-    temperature: float | None = Field(None, ge=0, description="0 takes the likeliest token.")
-    top_p: float | None = Field(None, ge=0, le=1, description="0 takes the likeliest token.")
+    temperature: float | None = Field(None, ge=0, description="0 means greedy.")
+    top_p: float | None = Field(None, ge=0, le=1, description="0 means greedy.")
     top_k: Whole | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3, description="Beyond, logits overflow.")
+    repetition_penalty: float | None = Field(None, ge=1e-3, le=1e3, description="Other values would overflow logits.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: Whole | None = Field(None, ge=-(2**63), le=2**64 - 1)
@@ -120,31 +120,31 @@ class GenerationBody(RequestBody):
     )
     refused: ClassVar[dict[str, str]] = {
         "prompt_embeds": "send text or token ids",
-        "kv_transfer_params": "leave it out",
+        "kv_transfer_params": "omit it",
         "use_beam_search": "use n or best_of",
-        "length_penalty": "it belongs to beam search; leave it out",
+        "length_penalty": "it needs beam search; omit it",
         "beam_width": "use n or best_of",
-        "lora_request": "leave it out",
+        "lora_request": "omit it",
         "thinking_token_budget": "use max_tokens",
     }
 
     def check_common(self) -> None:
-        """Bounds that need several fields, or more than a number.
+        """Check bounds that need several fields, or more than a number.
 
         Raises:
             ApiError: 400.
         """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stop) > MAX_STOP:
-            refuse("stop", f"stop has {len(stop)} texts; the limit is {MAX_STOP}, send fewer")
+            refuse("stop", f"stop has {len(stop)} texts; the limit is {MAX_STOP}; send fewer")
         for i, text in enumerate(stop):
             if not 0 < len(text) <= MAX_STOP_LENGTH:
                 name = "stop" if isinstance(self.stop, str) else f"stop[{i}]"
-                refuse("stop", f"{name} has {len(text)} characters; send 1 to {MAX_STOP_LENGTH}, or leave it out")
+                refuse("stop", f"{name} has {len(text)} characters; send 1 to {MAX_STOP_LENGTH}, or omit it")
         if self.stream_options is not None and not self.stream:
-            refuse("stream_options", "stream_options needs stream=true; add it, or leave stream_options out")
+            refuse("stream_options", "stream_options needs stream=true; add it, or omit stream_options")
         if self.prompt_logprobs is not None and self.stream:
-            refuse("prompt_logprobs", "prompt_logprobs is not served with stream=true; leave one of them out")
+            refuse("prompt_logprobs", "prompt_logprobs is not supported with stream=true; omit one of them")
 
     def biases(self) -> dict[int, float] | None:
         """``logit_bias`` by token id.
@@ -158,7 +158,10 @@ class GenerationBody(RequestBody):
         for key, value in self.logit_bias.items():
             if not (key.isascii() and key.isdigit() and len(key) < 10):
                 raise ApiError(
-                    400, "invalid_value", f"logit_bias has the key {key[:40]!r}; use token ids", param="logit_bias"
+                    400,
+                    "invalid_value",
+                    f"logit_bias has the key {key[:40]!r}; use token ids as keys",
+                    param="logit_bias",
                 )
             biases[int(key)] = value
         return biases
@@ -231,7 +234,7 @@ class ChatBody(GenerationBody):
     accepted: ClassVar[frozenset[str]] = GenerationBody.accepted | {"prediction"}
     refused: ClassVar[dict[str, str]] = {
         **GenerationBody.refused,
-        "audio": "ask for text only",
+        "audio": "request text only",
         "functions": "use tools",
         "function_call": "use tool_choice",
         "tokenize": "use /tokenize",

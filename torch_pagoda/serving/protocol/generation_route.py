@@ -1,4 +1,4 @@
-"""The way of every request for text: body, model, prompts, generation, answer, record."""
+"""The path of every generation request: body, model, prompts, generation, response, record."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Prepared:
     """A request that can run.
 
     Attributes:
-        ask: what to ask the engine.
-        renderer: how the answer looks.
-        warnings: what of its schemas is not enforced, beside what compiling its grammar shows.
+        ask: the generation.
+        renderer: renders the response.
+        warnings: unenforced parts of its schemas, in addition to those of the compiled grammar.
     """
 
     ask: Ask
@@ -43,13 +43,13 @@ async def respond(
     kind: type[_Body],
     prepare: Callable[[Front, Request, _Body, str], Awaitable[Prepared]],
 ) -> Response:
-    """Answer a request for text; its record is made whatever happens.
+    """Answer a generation request, and always record it.
 
     Args:
-        front: of the server.
-        request: that came through ``GateMiddleware``.
-        kind: of the body.
-        prepare: takes the front, the request, its body, and the name to answer under.
+        front: the server's state.
+        request: passed by ``GateMiddleware``.
+        kind: type of the body.
+        prepare: called with the front, the request, its body, and the model name.
 
     Raises:
         ApiError: refusals.
@@ -85,13 +85,13 @@ def _checked_id(text: str) -> str:
 
 
 def _warnings_header(warnings: list[str]) -> dict[str, str]:
-    """The header that says what of a schema is not enforced."""
+    """The header with the parts of a schema that are not enforced."""
     text = "; ".join(" ".join(warning.split()) for warning in warnings)[:1000]
     return {"x-pagoda-schema-warnings": text.encode("ascii", "replace").decode()} if text else {}
 
 
 def _ignored_header(front: Front, body: RequestBody) -> dict[str, str]:
-    """The header that names ignored fields; each is logged once, as long as there are few."""
+    """The header with the ignored fields; each is logged once, up to a limit."""
     ignored = body.ignored_fields(front.settings.strict_fields)
     named = [
         name for name in ignored if len(name) <= 64 and name.isascii() and name.isprintable() and "," not in name
@@ -99,5 +99,5 @@ def _ignored_header(front: Front, body: RequestBody) -> dict[str, str]:
     for name in named:
         if name not in front.ignored_fields and len(front.ignored_fields) < 256:
             front.ignored_fields.add(name)
-            logger.info("requests have the field %r, which is ignored", name)
+            logger.info("ignoring the unknown request field %r", name)
     return {"x-pagoda-ignored": ", ".join(named[:MAX_IGNORED_SHOWN])} if named else {}

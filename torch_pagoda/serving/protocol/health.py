@@ -1,4 +1,4 @@
-"""State of the server, for balancers, scrapers and people."""
+"""State of the server, for load balancers, scrapers and people."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Version(Struct):
 
 
 class Load(Struct):
-    """Answer of ``GET /load``: requests, completions that run and wait, and the share of blocks in use."""
+    """Response of ``GET /load``: requests, running and waiting completions, and the share of blocks in use."""
 
     server_load: Count
     running: Count
@@ -38,7 +38,7 @@ def health_router(front: Front) -> APIRouter:
         front.admission.check_loaded()
         silence = front.client.seconds_since_heard
         if silence > front.settings.engine_silence:
-            raise unavailable("engine_silent", f"The engine has not been heard of for {silence:.0f} s.", 10)
+            raise unavailable("engine_silent", f"The engine has not responded for {silence:.0f} s.", 10)
 
     @router.get("/healthz", **documented(None, "The same as /health.", (503,)))
     @router.get("/health", **documented(None, "200 while the engine works.", (503,)))
@@ -46,7 +46,7 @@ def health_router(front: Front) -> APIRouter:
         check()
         return JsonResponse(Empty())
 
-    @router.get("/ready", **documented(None, "200 while requests are taken.", (503,)))
+    @router.get("/ready", **documented(None, "200 while the server accepts requests.", (503,)))
     async def ready() -> Response:
         front.admission.check_open()
         check()
@@ -62,7 +62,7 @@ def health_router(front: Front) -> APIRouter:
     async def version() -> Response:
         return JsonResponse(Version(front.settings.version))
 
-    @router.get("/load", **documented(None, "How much is under way.", (401,), answer=Load))
+    @router.get("/load", **documented(None, "The current load.", (401,), answer=Load))
     async def load() -> Response:
         stats = front.client.stats
         total = stats.get("blocks_total", 0)

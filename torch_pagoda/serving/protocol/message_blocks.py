@@ -1,4 +1,4 @@
-"""Input of ``/v1/messages`` as the messages and tools of a chat request."""
+"""Converts the input of ``/v1/messages`` to the messages and tools of a chat request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-"""Role → types of blocks that its messages may have."""
+"""Role → block types that its messages may contain."""
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -22,14 +22,14 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def chat_messages(
     messages: list[dict[str, Any]], system: str | list[Any] | None
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages of a chat request, and for each its name here; turns of one side that follow each other are one.
+    """Messages of a chat request, and the field name of each; consecutive turns of one role are joined.
 
     Args:
         messages: content is text, or a list of blocks.
-        system: goes first.
+        system: becomes the first message.
 
     Raises:
-        ApiError: 400; a block is not served, or malformed.
+        ApiError: 400; a block is unsupported or malformed.
     """
     found: list[dict[str, Any]] = []
     places: list[str] = []
@@ -42,7 +42,7 @@ def chat_messages(
             refuse(f"{where}.role", f"{where}.role={shown(role)} is not known; use 'user' or 'assistant'")
         blocks = _blocks(message.get("content"), f"{where}.content", _BLOCKS[role])
         if not blocks and (role != "assistant" or i + 1 < len(messages)):
-            refuse(f"{where}.content", f"{where}.content=[] has no blocks; send text, or at least one block")
+            refuse(f"{where}.content", f"{where}.content=[] is empty; send text, or at least one block")
         turn = [_of_assistant(blocks, f"{where}.content")] if role == "assistant" else []
         for part in turn or _of_user(blocks, f"{where}.content", role):
             if found and part["role"] == found[-1]["role"] in ("user", "assistant"):
@@ -58,12 +58,12 @@ def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tools of a chat request.
 
     Raises:
-        ApiError: 400; one is not the client's own.
+        ApiError: 400; a tool is not the client's own.
     """
     found = []
     for i, tool in enumerate(tools):
         if tool.get("type") not in (None, "custom"):
-            text = f"tools[{i}].type={shown(tool['type'])} is not served; send tools with an input_schema"
+            text = f"tools[{i}].type={shown(tool['type'])} is not supported; send tools with an input_schema"
             refuse(f"tools[{i}].type", text, "unsupported_parameter")
         if not isinstance(tool.get("input_schema"), dict):
             refuse(f"tools[{i}].input_schema", f"tools[{i}].input_schema is missing; send a JSON schema")
@@ -90,9 +90,9 @@ def chat_tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | No
 
 
 def _of_user(blocks: list[dict[str, Any]], where: str, role: str) -> list[dict[str, Any]]:
-    """A message for each result of a tool and for each run of text, in their order.
+    """One message per tool result and per run of text, in order.
 
-    That a tool failed is said before its result, as templates have no other place for it.
+    A tool's failure is stated before its result, as templates have no field for it.
     """
     found: list[dict[str, Any]] = []
     texts: list[str] = []
@@ -150,7 +150,7 @@ def _blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, 
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
         if kind not in kinds:
-            text = f"{where}[{i}].type={shown(kind)} is not served here; send {' or '.join(kinds)}"
+            text = f"{where}[{i}].type={shown(kind)} is not supported here; send {' or '.join(kinds)}"
             refuse(f"{where}[{i}].type", text, "unsupported_parameter")
     return content
 
@@ -158,5 +158,5 @@ def _blocks(content: Any, where: str, kinds: tuple[str, ...]) -> list[dict[str, 
 def _text(block: dict[str, Any], name: str, where: str) -> str:
     found = block.get(name)
     if not isinstance(found, str):
-        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a text; send a string")
+        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a string; send a string")
     return found

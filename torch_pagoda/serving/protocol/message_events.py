@@ -1,4 +1,4 @@
-"""Answers of ``/v1/messages`` in Anthropic's form: one message, or events that build it up; and its errors."""
+"""Responses of ``/v1/messages`` in Anthropic's form: one message, or the events that build it; and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ERROR_TYPES = {
 
 
 class AnthropicErrorObject(Struct):
-    """What went wrong."""
+    """Error details."""
 
     type: str
     message: str
@@ -41,20 +41,20 @@ class AnthropicError(Struct, tag="error"):
 
 
 class TextBlock(Struct, tag="text"):
-    """What the model said."""
+    """Text of the model."""
 
     text: str
 
 
 class ThinkingBlock(Struct, tag="thinking"):
-    """What it thought."""
+    """Reasoning of the model."""
 
     thinking: str
     signature: str = ""
 
 
 class ToolUseBlock(Struct, tag="tool_use"):
-    """A call; its input is empty where it begins."""
+    """A tool call; its input is empty at its beginning."""
 
     id: str
     name: str
@@ -65,14 +65,14 @@ ContentBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 
 
 class BegunUsage(Struct):
-    """Tokens of a message that begins."""
+    """Tokens at the beginning of a message."""
 
     input_tokens: Count
     output_tokens: Count = 0
 
 
 class MessageUsage(Struct, kw_only=True):
-    """Tokens of a message; cached ones are not part of the input's."""
+    """Tokens of a message; the input's exclude cached ones."""
 
     input_tokens: Count
     cache_creation_input_tokens: Count = 0
@@ -86,7 +86,7 @@ MessageStopReason: TypeAlias = Literal[
 
 
 class MessageEnd(Struct):
-    """How a message ended."""
+    """The end of a message: why it stopped."""
 
     stop_reason: MessageStopReason
     stop_sequence: str | None
@@ -101,7 +101,7 @@ class _Message(Struct, kw_only=True):
 
 
 class AnthropicMessage(_Message, kw_only=True):
-    """Answer of ``POST /v1/messages``."""
+    """Response of ``POST /v1/messages``."""
 
     stop_reason: MessageStopReason
     stop_sequence: str | None
@@ -117,17 +117,17 @@ class BegunMessage(_Message, kw_only=True):
 
 
 class MessageStartEvent(Struct, tag="message_start"):
-    """A message begins."""
+    """The beginning of a message."""
 
     message: BegunMessage
 
 
 class PingEvent(Struct, tag="ping"):
-    """Means nothing."""
+    """A keep-alive event."""
 
 
 class BlockStartEvent(Struct, tag="content_block_start"):
-    """A block of the content begins."""
+    """The beginning of a content block."""
 
     index: Count
     content_block: ContentBlock
@@ -155,27 +155,27 @@ Delta: TypeAlias = TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class BlockDeltaEvent(Struct, tag="content_block_delta"):
-    """A block of the content grows."""
+    """An addition to a content block."""
 
     index: Count
     delta: Delta
 
 
 class BlockStopEvent(Struct, tag="content_block_stop"):
-    """A block of the content has ended."""
+    """The end of a content block."""
 
     index: Count
 
 
 class MessageDeltaEvent(Struct, tag="message_delta"):
-    """How the message ended."""
+    """The stop reason and usage of the message."""
 
     delta: MessageEnd
     usage: MessageUsage
 
 
 class MessageStopEvent(Struct, tag="message_stop"):
-    """The message is over."""
+    """The last event."""
 
 
 MessageEvents = TypeAliasType(
@@ -200,12 +200,12 @@ def anthropic_error(error: ApiError, request_id: str) -> AnthropicError:
 
 
 class MessageAnswer:
-    """The answer, whole or in events.
+    """The response, whole or as events.
 
     Args:
-        generation: whose pieces are shown.
+        generation: the generation to render.
         model: the name to answer under.
-        is_clamped: the context has less room than was asked for.
+        is_clamped: the context leaves less than the requested tokens.
     """
 
     done = b""
@@ -222,7 +222,7 @@ class MessageAnswer:
         return self._begin() + self._events(self._blocks.feed(pieces))
 
     def last_events(self) -> bytes:
-        """The end of the last block and of the message."""
+        """Events for the end of the last block and of the message."""
         ends = self._begin() + self._events(self._blocks.close())
         return ends + _event(MessageDeltaEvent(self._end(), self._usage())) + _event(MessageStopEvent())
 
@@ -235,11 +235,11 @@ class MessageAnswer:
         return anthropic_error(error, request_id)
 
     def add(self, pieces: list[Piece]) -> None:
-        """Keep pieces for the whole answer."""
+        """Keep pieces for the whole response."""
         self._blocks.add(pieces)
 
     def body(self) -> AnthropicMessage:
-        """The answer as one object."""
+        """The response as one object."""
         end = self._end()
         return AnthropicMessage(
             id=self._generation.ask.id,
@@ -298,7 +298,7 @@ def _event(event: Struct) -> bytes:
 
 
 def _content(block: Block, text: str) -> ContentBlock:
-    """A block with this much of its text."""
+    """A block with this part of its text."""
     if block.call is not None:
         return ToolUseBlock(block.call.id, block.call.name, msgspec.json.decode(text or "{}"))
     return ThinkingBlock(text) if block.kind == "reasoning" else TextBlock(text)

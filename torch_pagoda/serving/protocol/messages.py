@@ -1,4 +1,4 @@
-"""``POST /v1/messages`` and ``/v1/messages/count_tokens``, Anthropic's: chat requests in other words."""
+"""Anthropic's ``POST /v1/messages`` and ``/v1/messages/count_tokens``, converted to chat requests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _SAME_NAME = (
     *("ignore_eos", "min_tokens", "logit_bias", "structured_outputs", "chat_template_kwargs"),
     *("priority", "cache_salt", "timeout"),
 )
-"""Fields that chat requests have under the same name; those after the first line are ours, as there."""
+"""Fields with the same name in chat requests; those after the first line are our extensions there, too."""
 
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
@@ -51,7 +51,7 @@ class CountTokensBody(RequestBody):
         | {"inference_geo", "diagnostics", "user_profile_id", "workspace_id"}
     )
     refused: ClassVar[dict[str, str]] = {
-        "container": "nothing is run here; leave it out",
+        "container": "this server runs no tools; omit it",
         "mcp_servers": "call them yourself and send their tools",
     }
 
@@ -82,7 +82,7 @@ def messages_router(front: Front) -> APIRouter:
         "/v1/messages",
         **documented(
             MessagesBody,
-            "The next message of a conversation, in Anthropic's form.",
+            "Generate the next message of a conversation, in Anthropic's form.",
             answer=AnthropicMessage,
             events=MessageEvents,
             are_named=True,
@@ -94,7 +94,9 @@ def messages_router(front: Front) -> APIRouter:
 
     @router.post(
         "/v1/messages/count_tokens",
-        **documented(CountTokensBody, "Tokens of such a conversation.", answer=InputTokens, error=AnthropicError),
+        **documented(
+            CountTokensBody, "Count the tokens of a conversation.", answer=InputTokens, error=AnthropicError
+        ),
     )
     async def count_tokens(request: Request) -> Response:
         front.admission.check_loaded()
@@ -112,9 +114,9 @@ def messages_router(front: Front) -> APIRouter:
 
 
 async def prepare(front: Front, request: Request, body: MessagesBody, model: str) -> Prepared:
-    """What to ask the engine: that of the chat request that says the same.
+    """Convert the request to a generation, by way of the equivalent chat request.
 
-    ``max_tokens`` is a bound and no wish: where the context has less room, that is what there is.
+    ``max_tokens`` is an upper bound: if the context leaves less, that is used.
 
     Raises:
         ApiError: 400.
@@ -133,7 +135,7 @@ async def prepare(front: Front, request: Request, body: MessagesBody, model: str
 
 
 def as_chat(body: CountTokensBody) -> tuple[ChatBody, list[str]]:
-    """The chat request that says the same, without a bound on its tokens, and the names of its messages here.
+    """The equivalent chat request, without a limit on its tokens, and the field names of its messages.
 
     Raises:
         ApiError: 400.
@@ -174,6 +176,8 @@ def _response_format(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
     if not isinstance(value, dict) or value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
-        text = f"output_config.format={shown(value)} is not served; use {{'type': 'json_schema', 'schema': {{...}}}}"
+        text = (
+            f"output_config.format={shown(value)} is not supported; use {{'type': 'json_schema', 'schema': {{...}}}}"
+        )
         refuse("output_config.format", text)
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": value["schema"]}}

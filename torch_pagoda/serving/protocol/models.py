@@ -16,7 +16,7 @@ from .openapi import documented
 
 
 class Capabilities(Struct):
-    """What a model can be asked for beyond completions."""
+    """Capabilities of a model beyond completions."""
 
     chat: bool
     tools: bool
@@ -57,14 +57,14 @@ def models_router(front: Front) -> APIRouter:
             capabilities=Capabilities(front.prompts.has_template, calls_tools),
         )
 
-    @router.get("/v1/models", **documented(None, "The model under all of its names.", (401, 503), answer=Models))
+    @router.get("/v1/models", **documented(None, "List the model under all its names.", (401, 503), answer=Models))
     async def models() -> Response:
         front.admission.check_loaded()
         return JsonResponse(Models(data=[entry(name) for name in front.settings.served_model_names]))
 
     @router.get(
         "/v1/models/{model:path}",
-        **documented(None, "The model under one of its names.", (401, 404, 503), answer=Model),
+        **documented(None, "Get the model under one of its names.", (401, 404, 503), answer=Model),
     )
     async def model(model: str) -> Response:
         front.admission.check_loaded()

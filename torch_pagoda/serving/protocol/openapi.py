@@ -1,4 +1,4 @@
-"""OpenAPI's description of routes whose bodies are read, and whose answers are made, by hand."""
+"""OpenAPI descriptions of routes that read bodies and write responses without FastAPI."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..http.errors import Error
 _REF = "#/components/schemas/"
 
 _ERRORS = {
-    400: "A field that cannot be served; code and param say which.",
-    401: "No key that this server knows.",
+    400: "Invalid or unsupported field; see code and param.",
+    401: "Missing or invalid API key.",
     404: "No such model.",
-    408: "The body did not come in time.",
+    408: "Timed out while reading the request.",
     413: "The body is too large.",
-    415: "The body is not JSON.",
-    429: "The queue is full; come back after Retry-After.",
-    500: "The server failed at this request.",
-    503: "The model loads, the server shuts down, or the engine has ended.",
-    504: "Nothing was generated within the time for it.",
+    415: "Unsupported Content-Type.",
+    429: "The queue is full; retry after Retry-After.",
+    500: "Internal server error.",
+    503: "The model is loading, the server is shutting down, or the engine has ended.",
+    504: "The request reached its deadline before the first token.",
 }
 
 
 class Empty(Struct):
-    """Nothing but the status."""
+    """The status only."""
 
 
 def documented(
@@ -47,17 +47,17 @@ def documented(
     error: Any = Error,
     text_types: tuple[str, ...] = (),
 ) -> dict[str, Any]:
-    """Keywords of a route that say what it takes and answers.
+    """Keyword arguments of a route that describe its body and responses.
 
     Args:
-        body: its fields; None: it takes none.
+        body: model of the body; None: no body.
         summary: one sentence.
-        errors: statuses that it may answer.
-        answer: the type of what it answers with 200.
-        events: the type of what a stream's events hold; None: it does not stream.
-        are_named: the events have names, and end without ``[DONE]``.
-        error: the type of its error objects.
-        text_types: media types of its answer where that is text and no JSON.
+        errors: statuses of its errors.
+        answer: type of its 200 response.
+        events: type of its stream's events; None: it does not stream.
+        are_named: the events have names, and no ``[DONE]`` follows.
+        error: type of its error objects.
+        text_types: media types of a text response instead of JSON.
     """
     content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
     if text_types:
@@ -91,7 +91,7 @@ def _item_schema(events: Any, are_named: bool) -> dict[str, Any]:
 
 
 def describe(app: FastAPI, bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> None:
-    """Make ``app.openapi`` hold the schemas of these bodies, and of these answers, events and errors."""
+    """Add the schemas of these bodies, responses, events and errors to ``app.openapi``."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -125,7 +125,7 @@ def _schemas_of(bodies: tuple[Any, ...], answers: tuple[Any, ...]) -> dict[str, 
 
 
 def _any_of(names: list[str], schemas: dict[str, Any]) -> dict[str, Any]:
-    """One of these schemas, told apart by ``type`` where they have that field."""
+    """One of these schemas, discriminated by ``type`` if they have that field."""
     union: dict[str, Any] = {"anyOf": [{"$ref": _REF + name} for name in names]}
     types = {name: schemas[name]["properties"].get("type", {}).get("enum", ()) for name in names}
     if mapping := {value: _REF + name for name in names for value in types[name]}:
@@ -134,7 +134,7 @@ def _any_of(names: list[str], schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _describe_as_sent(schema: dict[str, Any]) -> None:
-    """Make the schema of what msgspec reads one of what it writes: fields with defaults are never left out."""
+    """Convert msgspec's input schema to the output's: fields with defaults are always present."""
     fields = schema["properties"]
     schema["required"] = [name for name in fields if name in schema["required"] or "default" in fields[name]]
     for field in fields.values():

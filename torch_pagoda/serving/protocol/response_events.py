@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses``: one object, or events that build it up."""
+"""Responses of ``/v1/responses``: one object, or the events that build it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Part: TypeAlias = OutputText | ReasoningText
 
 
 class MessageItem(Struct, tag="message", kw_only=True):
-    """What the model said; empty while it is in progress."""
+    """A message of the model; empty while in progress."""
 
     id: str
     role: Literal["assistant"] = "assistant"
@@ -46,7 +46,7 @@ class MessageItem(Struct, tag="message", kw_only=True):
 
 
 class ReasoningItem(Struct, tag="reasoning", kw_only=True):
-    """What it thought."""
+    """Reasoning of the model."""
 
     id: str
     summary: list[Any] = []
@@ -69,14 +69,14 @@ Item: TypeAlias = MessageItem | ReasoningItem | FunctionCallItem
 
 
 class InputDetails(Struct):
-    """Of the input's tokens."""
+    """Details of the input tokens."""
 
     cached_tokens: Count
     cache_write_tokens: Count = 0
 
 
 class OutputDetails(Struct):
-    """Of the output's tokens."""
+    """Details of the output tokens."""
 
     reasoning_tokens: Count
 
@@ -108,14 +108,14 @@ class IncompleteDetails(Struct):
 
 
 class ReasoningSettings(Struct):
-    """How much the model was to think."""
+    """The reasoning effort."""
 
     effort: str | None
     summary: None = None
 
 
 class TextSettings(Struct):
-    """The form of the text that was asked for."""
+    """The requested form of the text."""
 
     format: dict[str, Any]
 
@@ -124,7 +124,7 @@ AlwaysFalse: TypeAlias = Annotated[bool, Meta(extra_json_schema={"const": False}
 
 
 class ResponseObject(Struct, kw_only=True):
-    """A response, in any state; most fields repeat what was asked."""
+    """A response, in any state; most fields repeat the request."""
 
     id: str
     object: Literal["response"] = "response"
@@ -161,7 +161,7 @@ class _Event(Struct):
 
 
 class ResponseEvent(_Event):
-    """The response as it is now: at the beginning, and at the end."""
+    """The current response: at the beginning, and at the end."""
 
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
@@ -170,7 +170,7 @@ class ResponseEvent(_Event):
 
 
 class ItemEvent(_Event):
-    """An item begins or has ended."""
+    """The beginning or end of an item."""
 
     type: Literal["response.output_item.added", "response.output_item.done"]
     output_index: Count
@@ -184,7 +184,7 @@ class _PartEvent(_Event):
 
 
 class PartEvent(_PartEvent):
-    """A part of an item begins or has ended."""
+    """The beginning or end of a part of an item."""
 
     type: Literal["response.content_part.added", "response.content_part.done"]
     part: Part
@@ -199,7 +199,7 @@ class TextDeltaEvent(_PartEvent):
 
 
 class TextDoneEvent(_PartEvent):
-    """The whole text of a part."""
+    """The complete text of a part."""
 
     type: Literal["response.output_text.done"]
     text: str
@@ -214,7 +214,7 @@ class ReasoningDeltaEvent(_PartEvent):
 
 
 class ReasoningDoneEvent(_PartEvent):
-    """The whole reasoning of a part."""
+    """The complete reasoning of a part."""
 
     type: Literal["response.reasoning_text.done"]
     text: str
@@ -230,7 +230,7 @@ class ArgumentsDeltaEvent(_Event):
 
 
 class ArgumentsDoneEvent(_Event):
-    """All arguments of a call."""
+    """The complete arguments of a call."""
 
     type: Literal["response.function_call_arguments.done"]
     item_id: str
@@ -256,11 +256,11 @@ _ENDED_BY_SERVER: dict[StopReason, IncompleteReason] = {"timeout": "timeout", "s
 
 
 class ResponseAnswer:
-    """The answer, whole or in events.
+    """The response, whole or as events.
 
     Args:
-        generation: whose pieces are shown.
-        begun: the response as it begins.
+        generation: the generation to render.
+        begun: the response at its beginning.
     """
 
     done = b""
@@ -277,7 +277,7 @@ class ResponseAnswer:
         return self._begin() + self._events(self._blocks.feed(pieces))
 
     def last_events(self) -> bytes:
-        """The rest, and the whole answer once more."""
+        """The remaining events, and the whole response once more."""
         ends = self._begin() + self._events(self._last_changes(), self._status)
         answer = self.body()
         return ends + self._event(ResponseEvent, f"response.{answer.status}", answer)
@@ -294,11 +294,11 @@ class ResponseAnswer:
         return error.body()
 
     def add(self, pieces: list[Piece]) -> None:
-        """Keep pieces for the whole answer."""
+        """Keep pieces for the whole response."""
         self._blocks.add(pieces)
 
     def body(self) -> ResponseObject:
-        """The answer as one object."""
+        """The response as one object."""
         for _ in self._last_changes():
             pass
         status, details = self._status, None
@@ -313,7 +313,7 @@ class ResponseAnswer:
         return "incomplete" if self._blocks.finish_reason == "length" else "completed"
 
     def _last_changes(self) -> Iterable[Change]:
-        """Clients read the first message's text, so there is one even where nothing was said."""
+        """Ensure a message: clients read the first one's text even if it is empty."""
         if not self._blocks.all:
             yield from self._blocks.open_text()
         yield from self._blocks.close()
@@ -325,7 +325,7 @@ class ResponseAnswer:
         return created + self._event(ResponseEvent, "response.in_progress", self._begun)
 
     def _events(self, changes: Iterable[Change], status: ItemStatus = "completed") -> bytes:
-        """Events of changes, made one by one as they happen; blocks that end have this status."""
+        """Events of the changes, made one by one; blocks that end get this status."""
         found = []
         for change in changes:
             block = change.block
@@ -369,7 +369,7 @@ class ResponseAnswer:
         return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
     def _place(self, block: Block) -> tuple[str, int, int]:
-        """Of a block's only part."""
+        """Fields of a block's only part."""
         return self._item_id(block), block.index, 0
 
     def _item_id(self, block: Block) -> str:
@@ -377,7 +377,7 @@ class ResponseAnswer:
         return f"{prefix}_{self._mark}_{block.index}"
 
     def _item(self, block: Block, status: ItemStatus) -> Item:
-        """A block as an item of the output; while it is in progress, without its text."""
+        """A block as an output item; without its text while in progress."""
         begun = status == "in_progress"
         item_id = self._item_id(block)
         if block.call is not None:

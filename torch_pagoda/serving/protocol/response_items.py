@@ -1,4 +1,4 @@
-"""Input of ``/v1/responses`` as the messages and fields of a chat request."""
+"""Converts the input of ``/v1/responses`` to the messages and fields of a chat request."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from ...runtime.requests.checks import shown
 from ..http.errors import refuse
 
 _TEXT_PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""Types of parts that are text → the field that holds it."""
+"""Types of text parts → the field with the text."""
 
 _ROLES = ("user", "assistant", "system", "developer")
 
 
 def input_messages(value: Any, instructions: str | None) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages of the field ``input``, and for each its name there.
+    """Messages of the field ``input``, and the field name of each.
 
-    What the model said and did in one turn (reasoning, text, calls) is one message.
+    The model's reasoning, text and calls in one turn are one message.
 
     Args:
         value: a text, or items.
-        instructions: go first, as the system's message.
+        instructions: become the first message, the system's.
 
     Raises:
-        ApiError: 400; an item or a part of one is not served, or malformed.
+        ApiError: 400; an item or a part of one is unsupported or malformed.
     """
     if not value or not isinstance(value, str | list):
         refuse("input", f"input={shown(value)} is not an input; send text or a list of items")
@@ -52,7 +52,7 @@ def input_messages(value: Any, instructions: str | None) -> tuple[list[dict[str,
         else:
             refuse(
                 f"{where}.type",
-                f"{where}.type={shown(kind)} is not served; send messages, reasoning, function_call and "
+                f"{where}.type={shown(kind)} is not supported; send messages, reasoning, function_call and "
                 "function_call_output",
                 "unsupported_parameter",
             )
@@ -72,7 +72,7 @@ def chat_tools(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for i, tool in enumerate(tools):
         if tool.get("type") != "function":
-            text = f"tools[{i}].type={shown(tool.get('type'))} is not served; send tools of type 'function'"
+            text = f"tools[{i}].type={shown(tool.get('type'))} is not supported; send tools of type 'function'"
             refuse(f"tools[{i}].type", text, "unsupported_parameter")
         fields = ("name", "description", "parameters", "strict")
         function = {name: tool[name] for name in fields if tool.get(name) is not None}
@@ -107,7 +107,7 @@ def response_format(text: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"type": kind}
     if kind != "json_schema":
         refuse(
-            "text.format.type", f"text.format.type={shown(kind)} is not served; use text, json_object, json_schema"
+            "text.format.type", f"text.format.type={shown(kind)} is not supported; use text, json_object, json_schema"
         )
     if not isinstance(asked.get("schema"), dict):
         refuse("text.format.schema", "text.format.schema is missing; send a JSON schema")
@@ -126,7 +126,7 @@ def _add_message(messages: list[dict[str, Any]], item: dict[str, Any], where: st
 
 
 def _of_assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message of the assistant's turn that is going on."""
+    """The message of the assistant's current turn."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": []})
     return messages[-1]
@@ -145,18 +145,18 @@ def _content(value: Any, where: str) -> list[str]:
             texts.append(part)
             continue
         if not isinstance(kind, str) or kind not in _TEXT_PARTS:
-            text = f"{where}[{i}].type={shown(kind)} is not served; send parts of type 'input_text'"
+            text = f"{where}[{i}].type={shown(kind)} is not supported; send parts of type 'input_text'"
             refuse(f"{where}[{i}].type", text, "unsupported_parameter")
         texts.append(_text(part, _TEXT_PARTS[kind], f"{where}[{i}]"))
     return texts
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:
-    """Text of a reasoning item; its summary where there is no other."""
+    """Text of a reasoning item; else its summary."""
     for field in ("content", "summary"):
         parts = item.get(field) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            refuse(f"{where}.{field}", f"{where}.{field}={shown(parts)} is not a list of parts; leave it out")
+            refuse(f"{where}.{field}", f"{where}.{field}={shown(parts)} is not a list of parts; omit it")
         if parts:
             return "\n".join(_text(part, "text", f"{where}.{field}[{i}]") for i, part in enumerate(parts))
     return ""
@@ -170,5 +170,5 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
 def _text(value: dict[str, Any], name: str, where: str) -> str:
     found = value.get(name)
     if not isinstance(found, str):
-        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a text; send a string")
+        refuse(f"{where}.{name}", f"{where}.{name}={shown(found)} is not a string; send a string")
     return found

@@ -1,4 +1,4 @@
-"""``POST /v1/responses``, without state: a chat request in other words, which runs as one."""
+"""``POST /v1/responses``, stateless: converted to a chat request."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _SAME_NAME = (
     *("stop_token_ids", "ignore_eos", "min_tokens", "logit_bias", "structured_outputs", "chat_template_kwargs"),
     *("priority", "cache_salt", "timeout"),
 )
-"""Fields that chat requests have under the same name; those after the first line are ours, as there."""
+"""Fields with the same name in chat requests; those after the first line are our extensions there, too."""
 
 _ANSWERED_ANYWAY = frozenset({"reasoning.encrypted_content"})
-"""Values of ``include`` that clients send by habit; what they ask for does not exist here."""
+"""Values of ``include`` that clients send by default; they have no effect here."""
 
 _PARAMS = {
     "messages": "input",
@@ -41,7 +41,7 @@ _PARAMS = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
-"""Names of chat requests → those here."""
+"""Names of chat request fields → names here."""
 
 
 class ResponsesBody(RequestBody):
@@ -68,7 +68,7 @@ class ResponsesBody(RequestBody):
     top_p: float | None = None
     top_logprobs: Whole | None = Field(None, ge=0)
     stream: bool | None = None
-    store: bool | None = Field(None, description="Taken as false: nothing is stored.")
+    store: bool | None = Field(None, description="Treated as false: this server stores nothing.")
     background: bool | None = None
     previous_response_id: str | None = None
     include: list[str] | None = Field(None, max_length=64)
@@ -81,8 +81,8 @@ class ResponsesBody(RequestBody):
         | {"max_tool_calls", "stream_options", "client_metadata"}
     )
     refused: ClassVar[dict[str, str]] = {
-        "conversation": "nothing is stored; send the whole conversation as input",
-        "prompt": "nothing is stored; send instructions and input",
+        "conversation": "this server stores nothing; send the whole conversation as input",
+        "prompt": "this server stores nothing; send instructions and input",
     }
 
 
@@ -94,7 +94,7 @@ def responses_router(front: Front) -> APIRouter:
         "/v1/responses",
         **documented(
             ResponsesBody,
-            "The next turn of a conversation that you keep.",
+            "Generate the next turn of a conversation that the client stores.",
             answer=ResponseObject,
             events=ResponseEvents,
             are_named=True,
@@ -107,7 +107,7 @@ def responses_router(front: Front) -> APIRouter:
 
 
 async def prepare(front: Front, request: Request, body: ResponsesBody, model: str) -> Prepared:
-    """What to ask the engine: that of the chat request that says the same.
+    """Convert the request to a generation, by way of the equivalent chat request.
 
     Raises:
         ApiError: 400.
@@ -125,7 +125,7 @@ async def prepare(front: Front, request: Request, body: ResponsesBody, model: st
 
 
 def as_chat(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
-    """The chat request that says the same, and the names of its messages here.
+    """The equivalent chat request, and the field names of its messages.
 
     Raises:
         ApiError: 400.
@@ -148,28 +148,32 @@ def as_chat(body: ResponsesBody) -> tuple[ChatBody, list[str]]:
 
 def _check_stateless(body: ResponsesBody) -> None:
     if body.previous_response_id is not None:
-        text = "previous_response_id is not served: nothing is stored; send the whole conversation as input"
+        text = (
+            "previous_response_id is not supported: this server stores nothing; send the whole conversation as input"
+        )
         refuse("previous_response_id", text, "unsupported_parameter")
     if body.background:
-        refuse("background", "background=true is not served; wait for the answer", "unsupported_parameter")
+        refuse("background", "background=true is not supported; wait for the response", "unsupported_parameter")
     if body.truncation not in (None, "auto", "disabled"):
         refuse("truncation", f"truncation={shown(body.truncation)} is not known; use 'auto' or 'disabled'")
     if body.top_logprobs:
-        refuse("top_logprobs", "top_logprobs is not served here; use /v1/chat/completions", "unsupported_parameter")
+        refuse(
+            "top_logprobs", "top_logprobs is not supported here; use /v1/chat/completions", "unsupported_parameter"
+        )
     for name in body.include or ():
         if name not in _ANSWERED_ANYWAY:
-            refuse("include", f"include={shown(name)} is not served; leave it out", "unsupported_parameter")
+            refuse("include", f"include={shown(name)} is not supported; omit it", "unsupported_parameter")
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """The error with the name that its field has here."""
+    """The error with the field's name in this API."""
     head, bracket, rest = (error.param or "").partition("[")
     param = _PARAMS.get(head, head) + bracket + rest if error.param else None
     return ApiError(error.status_code, error.code, error.message, param=param, headers=error.headers)
 
 
 def _begun(body: ResponsesBody, model: str, ask: Ask) -> ResponseObject:
-    """The response as it begins: what was asked, or what was taken for it."""
+    """The response at its beginning, with the requested or default settings."""
     return ResponseObject(
         id=ask.id,
         created_at=int(time.time()),

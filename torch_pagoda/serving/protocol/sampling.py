@@ -1,4 +1,4 @@
-"""Fields of a request as the engine's parameters and terms."""
+"""Converts fields of a request to ``SamplingParams`` and ``RequestOptions``."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _SAME_NAME = (
     *("frequency_penalty", "seed", "stop", "stop_token_ids", "ignore_eos", "bad_words", "allowed_token_ids"),
     *("n", "prompt_logprobs", "skip_special_tokens", "include_stop_str_in_output"),
 )
-"""Fields that ``SamplingParams`` has under the same name."""
+"""Fields with the same name in ``SamplingParams``."""
 
 
 def sampling_params(
     body: GenerationBody, defaults: Mapping[str, Any], settings: Settings, *, max_tokens: int | None, **changes: Any
 ) -> dict[str, Any]:
-    """What goes to the engine as ``Submit.params``, checked.
+    """Values for ``Submit.params``, validated.
 
     Args:
-        body: what was asked.
-        defaults: what the checkpoint recommends; what a request brings comes before it.
+        body: the request's body.
+        defaults: the checkpoint's recommendations; the request overrides them.
         settings: the server's limits.
-        max_tokens: as it is to be; None: the rest of the context.
-        changes: parameters that the kind of request sets, None: as they are.
+        max_tokens: the limit; None: the rest of the context.
+        changes: parameters that the kind of request sets; None: unchanged.
 
     Raises:
         ApiError: 400.
@@ -46,10 +46,10 @@ def sampling_params(
     params["max_tokens"] = max_tokens
     for name in ("logprobs", "prompt_logprobs"):
         if (params.get(name) or 0) > settings.max_logprobs:
-            refuse(name, f"{name}={params[name]} is above the limit of {settings.max_logprobs}; ask for fewer")
+            refuse(name, f"{name}={params[name]} exceeds the limit of {settings.max_logprobs}; request fewer")
     for name in ("n", "best_of"):
         if (params.get(name) or 1) > settings.max_n:
-            refuse(name, f"{name}={params[name]} is above the limit of {settings.max_n}; ask for fewer")
+            refuse(name, f"{name}={params[name]} exceeds the limit of {settings.max_n}; request fewer")
     if (constraint := structured_outputs(body)) is not None:
         params["structured_outputs"] = constraint
     try:
@@ -60,7 +60,7 @@ def sampling_params(
 
 
 def request_options(body: GenerationBody, settings: Settings, key_name: str | None) -> dict[str, Any]:
-    """What goes to the engine as ``Submit.options``.
+    """Values for ``Submit.options``.
 
     Raises:
         ApiError: 400.
@@ -68,7 +68,7 @@ def request_options(body: GenerationBody, settings: Settings, key_name: str | No
     options: dict[str, Any] = {"client": body.user or key_name or ""}
     if body.priority is not None:
         if abs(body.priority) > MAX_PRIORITY:
-            refuse("priority", f"priority={body.priority} is not between {-MAX_PRIORITY} and {MAX_PRIORITY}")
+            refuse("priority", f"priority={body.priority} is out of range; use {-MAX_PRIORITY} to {MAX_PRIORITY}")
         options["priority"] = body.priority
     limits = [seconds for seconds in (body.timeout, settings.request_timeout) if seconds is not None]
     if limits:

@@ -1,4 +1,4 @@
-"""Constraints on a text, in whatever words a request asks for them, as one ``structured_outputs`` of the engine."""
+"""Converts every spelling of an output constraint to ``structured_outputs`` of the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .fields import GenerationBody
 
 MAX_BYTES = 256 * 1024
-"""Of a schema or grammar."""
+"""Maximum bytes of a schema or grammar."""
 
 _OTHER_NAMES = {
     "guided_json": "json",
@@ -30,12 +30,12 @@ _OTHER_NAMES = {
 
 
 def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
-    """The constraint that a request asks for, ``{kind: value}`` and options, not checked further; None: none.
+    """The requested constraint, ``{kind: value}`` and options, not validated further; None: unconstrained.
 
-    ``{"json": schema}`` has ``"strict"`` beside it: whether the client insists on every keyword.
+    ``{"json": schema}`` is accompanied by ``"strict"``: whether every keyword must be enforced.
 
     Raises:
-        ApiError: 400; two constraints at once, or one that is malformed.
+        ApiError: 400; two constraints, or a malformed one.
     """
     found: dict[str, dict[str, Any]] = {}
     if (constraint := _of_response_format(body.response_format)) is not None:
@@ -51,9 +51,9 @@ def structured_outputs(body: GenerationBody) -> dict[str, Any] | None:
         try:
             size = len(msgspec.msgpack.encode(constraint))  # as the engine gets it
         except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-            refuse(name, f"{name} holds what cannot be passed on: {str(error)[:200]}", "invalid_schema")
+            refuse(name, f"{name} has a value that cannot be serialized: {str(error)[:200]}", "invalid_schema")
         if size > MAX_BYTES:
-            refuse(name, f"{name} is above the limit of {MAX_BYTES} bytes; send a smaller one", "invalid_schema")
+            refuse(name, f"{name} exceeds the limit of {MAX_BYTES} bytes; send a smaller one", "invalid_schema")
         return constraint
     return None
 
@@ -73,7 +73,7 @@ def _of_response_format(value: dict[str, Any] | None) -> dict[str, Any] | None:
         return {"structural_tag": {key: inner for key, inner in value.items() if key != "type"}}
     refuse(
         "response_format.type",
-        f"response_format.type={shown(kind)} is not served; use text, json_object, json_schema or structural_tag",
+        f"response_format.type={shown(kind)} is not supported; use text, json_object, json_schema or structural_tag",
     )
 
 
@@ -84,7 +84,9 @@ def _of_own(value: dict[str, Any]) -> dict[str, Any] | None:
         return None
     kinds = [key for key in given if key in KINDS]
     if len(kinds) != 1:
-        refuse("structured_outputs", f"structured_outputs={shown(sorted(given))}: give one of {', '.join(KINDS)}")
+        refuse(
+            "structured_outputs", f"structured_outputs={shown(sorted(given))}: use exactly one of {', '.join(KINDS)}"
+        )
     if "json" in given:
         given["json"] = _schema(given["json"], "structured_outputs.json")
         given.setdefault("strict", False)
@@ -98,4 +100,4 @@ def _schema(value: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(value)
     except (ValueError, RecursionError) as error:
-        refuse(name, f"{name} is not JSON: {str(error)[:200]}", "invalid_schema")
+        refuse(name, f"{name} is not valid JSON: {str(error)[:200]}", "invalid_schema")

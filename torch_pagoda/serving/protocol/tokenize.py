@@ -45,7 +45,7 @@ class DetokenizeBody(Body):
 
 
 class Tokens(Struct):
-    """Answer of ``POST /tokenize``; texts of the tokens only where they are asked for."""
+    """Response of ``POST /tokenize``; texts of the tokens only if requested."""
 
     count: Count
     max_model_len: Count
@@ -64,7 +64,7 @@ def tokenize_router(front: Front) -> APIRouter:
     router = APIRouter()
 
     @router.post(
-        "/tokenize", **documented(TokenizeBody, "Token ids of a text or a conversation.", _ERRORS, answer=Tokens)
+        "/tokenize", **documented(TokenizeBody, "Tokenize a text or a conversation.", _ERRORS, answer=Tokens)
     )
     async def tokenize(request: Request) -> Response:
         front.admission.check_loaded()
@@ -72,7 +72,7 @@ def tokenize_router(front: Front) -> APIRouter:
         front.model_name(body.model)
         hello = front.client.hello
         if (body.prompt is None) == (body.messages is None):
-            refuse("prompt", "prompt and messages exclude each other; send one of them")
+            refuse("prompt", "prompt and messages are mutually exclusive; send one of them")
         if body.prompt is not None:
             special = body.add_special_tokens is not False
             token_ids = await front.prompts.tokens(body.prompt, hello.max_model_len, special, "prompt")
@@ -84,13 +84,13 @@ def tokenize_router(front: Front) -> APIRouter:
         texts = front.tokenizer.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
         return JsonResponse(Tokens(len(token_ids), hello.max_model_len, token_ids, texts))
 
-    @router.post("/detokenize", **documented(DetokenizeBody, "Text of token ids.", _ERRORS, answer=TokensText))
+    @router.post("/detokenize", **documented(DetokenizeBody, "Detokenize token ids.", _ERRORS, answer=TokensText))
     async def detokenize(request: Request) -> Response:
         front.admission.check_loaded()
         body = await read_body(request, DetokenizeBody)
         front.model_name(body.model)
         if front.tokenizer is None:
-            refuse("tokens", "this model came without a tokenizer; its tokens have no text")
+            refuse("tokens", "the model has no tokenizer, so its tokens have no text")
         tokens = checked_ids(body.tokens, front.client.hello.vocab_size, "tokens") if body.tokens else []
         return JsonResponse(TokensText(await front.prompts.decode(tokens) if tokens else ""))
 

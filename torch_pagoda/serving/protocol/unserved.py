@@ -1,4 +1,4 @@
-"""Endpoints of other servers that are not served, with the reason, so that clients need not guess."""
+"""Unsupported endpoints of other servers, with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from ..http.errors import ApiError
 
-_HIDDEN_STATES = "it needs hidden states, which this server does not keep"
+_HIDDEN_STATES = "it needs hidden states, which this server does not return"
 _TEXT_ONLY = "this server reads and writes text only"
 _STATELESS = "this server keeps no state between requests"
 
@@ -31,9 +31,9 @@ UNSERVED = {
     "/v1/batches": _STATELESS,
     "/v1/assistants": _STATELESS,
     "/v1/threads": _STATELESS,
-    "/v1/fine_tuning/{rest:path}": "it serves models and does not train them",
-    "/v1/load_lora_adapter": "adapters are not served",
-    "/v1/unload_lora_adapter": "adapters are not served",
+    "/v1/fine_tuning/{rest:path}": "this server does not train models",
+    "/v1/load_lora_adapter": "adapters are not supported",
+    "/v1/unload_lora_adapter": "adapters are not supported",
 }
 """Path → reason."""
 
@@ -54,6 +54,6 @@ def unserved_router() -> APIRouter:
 
 def _refusal(path: str, reason: str) -> Callable[[], Awaitable[Response]]:
     async def refuse() -> Response:
-        raise ApiError(404, "not_supported", f"{path} is not served: {reason}")
+        raise ApiError(404, "not_supported", f"{path} is not supported: {reason}")
 
     return refuse

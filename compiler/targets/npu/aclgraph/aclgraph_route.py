@@ -96,7 +96,7 @@ class AclGraphs(Route):
         self._branches, self._fetches, self._label = branches > 0, fetches > 0, new_label()
         self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
         if budget is not None:
-            self._most, self._limit = budget, f"{budget} are asked for"
+            self._most, self._limit = budget, f"{budget} are requested"
         self._budget = self._most
         names = [node.name for node in traced.placeholders]
         self._ids_at = names.index(traced.input_ids)
@@ -139,7 +139,7 @@ class AclGraphs(Route):
         self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
         for limit in self.limits:
             log.info("%s", limit)
-        log.info("ACL graphs are planned for %s tokens", ", ".join(map(str, self.planned)))
+        log.info("planned ACL graphs for %s tokens", ", ".join(map(str, self.planned)))
         return padding
 
     def planned_sizes(self) -> list[PlannedSize]:
@@ -179,7 +179,7 @@ class AclGraphs(Route):
         tokens = padded_size(size.tokens, [n for n in self.planned if n not in self.dropped])
         reason = self.refusal
         if not reason and self._only_decode and size.tokens != size.sequences:
-            reason = "sequences differ in length, and the graph pads them to the longest"
+            reason = "sequences differ in length, but the graph pads them to the longest"
         if not reason and (tokens is None or size.sequences >= self._length or size.blocks > self._width):
             reason = f"steps are larger than planned, {max(self.planned)} tokens of {self._length - 1} sequences"
             if (planned := padded_size(size.tokens, self.planned)) in self.dropped:
@@ -199,7 +199,7 @@ class AclGraphs(Route):
             return self.run_by_operator(args)
         if size not in self.captured and (self.is_warm or len(self.captured) >= self._budget):
             self.note_eager(
-                f"steps of {size[0]} tokens that ask for {size[1]} rows are not captured"
+                f"steps of {size[0]} tokens with {size[1]} output rows are not captured"
                 if self.is_warm
                 else self._failure or f"{self._budget} sizes are captured already"
             )
@@ -210,7 +210,7 @@ class AclGraphs(Route):
             return self._run_captured(args)
         except Exception as error:  # no streams or memory left for another capture, or npugraph_ex cannot compile
             raise_if_lost(error)
-            log.warning("capturing a step of %d tokens fails, no more sizes are captured: %s", size[0], error)
+            log.warning("failed to capture a step of %d tokens; capturing no more sizes: %s", size[0], error)
             self._budget, self._failure = len(self.captured), f"it fails: {first_line(error)}"
             if has_state(self.traced.caches):  # which the step may have written over
                 raise
@@ -321,12 +321,12 @@ def _why_not_captured(traced: TracedGraph, lists: Sequence[int]) -> str:
     placeholders = traced.placeholders
     tables = [user for node in placeholders if node.name == "block_table" for user in readers(node)]
     if not tables and has_state(traced.caches):
-        return "the graph has no attention call, whose lengths say for how many sequences it is captured"
+        return "the graph has no attention call, whose lengths would give the number of sequences"
     if not tables or not all(_gets_new_lengths(table) or table.target in LENGTHS_ON_DEVICE for table in tables):
-        return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
+        return "the graph gathers cache blocks for the longest possible sequence"
     for user in (user for i in lists for user in placeholders[i].users):
         if not _gets_new_lengths(user):
-            return f"{user.name} takes lengths from the host, and only attention calls get those of a replay"
+            return f"{user.name} takes lengths from the host, but a replay updates those of attention calls only"
     return ""
 
 

@@ -24,7 +24,7 @@ def keep_updates_apart() -> None:
 
     replays = getattr(acl_graph, "CapturedGraphUpdateAndReplay", None)
     if replays is None:
-        log.debug("npugraph_ex has no CapturedGraphUpdateAndReplay; its captures are left as they are")
+        log.debug("npugraph_ex has no CapturedGraphUpdateAndReplay; leaving its captures unchanged")
         return
     init = replays.__init__
     if getattr(init, "keeps_updates_apart", False):

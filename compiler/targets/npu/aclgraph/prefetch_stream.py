@@ -1,4 +1,4 @@
-"""Fetch weights of a schedule on a stream of their own of the graph that npugraph_ex captures.
+"""Prefetches the weights of a schedule on a stream of its own in the graph that npugraph_ex captures.
 
 Matches:
     p; w1; w2; m(x, weight)                          # notes ask for bytes of the weight behind p
@@ -54,5 +54,5 @@ def use_prefetch_stream(gm: fx.GraphModule, label: str, operators: StreamOperato
         operators.create(event)
     graph.lint()
     gm.recompile()
-    log.info("%d weights are fetched before they are read", len(fetches))
+    log.info("prefetching %d weights", len(fetches))
     return ""

@@ -1,4 +1,4 @@
-"""Put the branches of a schedule on a second stream of the graph that npugraph_ex captures.
+"""Puts the branches of a schedule on a second stream in the graph that npugraph_ex captures.
 
 Matches:
     f; a1; a2; b1; b2; j(a2, b2)                     # b1 and b2 annotated, b1 reads f
@@ -120,7 +120,7 @@ def use_side_stream(gm: fx.GraphModule, label: str, operators: StreamOperators |
             operators.create(name)
     graph.lint()
     gm.recompile()
-    log.info("%d branches run on a second stream", len(branches))
+    log.info("running %d branches on a second stream", len(branches))
     return ""
 
 

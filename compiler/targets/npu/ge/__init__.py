@@ -1,1 +1,1 @@
-"""The graph engine's route: what torchair makes of a lowered graph, with sizes that vary or are fixed."""
+"""The graph engine's route: torchair converts a lowered graph, dynamic or static."""

@@ -1,4 +1,4 @@
-"""CPU kernels for torchair's own operators, which have none that computes.
+"""CPU kernels for torchair's own operators, which have none.
 
 With them what torchair converted runs on a machine without a device (``run_eagerly``).
 """

@@ -1,4 +1,4 @@
-"""GE converters for NPU operators that CANN has and torchair has no converter for, and changes to two that it has.
+"""GE converters for NPU operators of CANN that torchair cannot convert, and changes to two of torchair's own.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's

@@ -1,4 +1,4 @@
-"""The first step of a graph, at which GE compiles what torchair has converted, and may refuse it."""
+"""Handles the first step of a graph, at which GE compiles it and may reject it."""
 
 from __future__ import annotations
 

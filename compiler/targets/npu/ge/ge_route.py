@@ -111,7 +111,7 @@ class GeGraphs(Route):
         sizes = plan_capture_sizes(mix, max_num_seqs, limit)
         if self.lists:
             self.planned = sizes
-            log.info("GE graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
+            log.info("planned GE graphs for %s sequences", ", ".join(map(str, self.planned)))
         padding = 0 if self.static is None else self.static.plan(sizes, max_model_len, self.block_size)
         return max(padding, most_padding(self.planned))
 

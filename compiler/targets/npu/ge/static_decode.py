@@ -74,7 +74,7 @@ class StaticDecode:
         self.planned, self.width = tuple(planned), max(1, spare_blocks(max_model_len, block_size))
         self._forget()
         self._shapes.clear()
-        log.info("static decode graphs are planned for %s sequences", ", ".join(map(str, self.planned)))
+        log.info("planned static decode graphs for %s sequences", ", ".join(map(str, self.planned)))
         return most_padding(self.planned)
 
     def bind(self, kv_cache: KVCache) -> None:
@@ -130,7 +130,7 @@ class StaticDecode:
         return self._first_runs.run(sequences, self.graph, args)
 
     def _leave_out(self, sequences: int, reason: str) -> None:
-        log.warning("the static decode graph for %d sequences is not used: %s", sequences, reason)
+        log.warning("not using the static decode graph for %d sequences: %s", sequences, reason)
         self.drop(sequences, reason)
 
     def drop(self, sequences: int, reason: str) -> None:

@@ -102,10 +102,10 @@ def air_attention() -> Attention:
 def why_not_static(traced: TracedGraph) -> str:
     """The reason why a lowered graph has no static form, or one that would not pay; "" where there is none."""
     if not traced.paged:
-        return "the sizes of a call that is not paged are the caller's"
+        return "the caller sets the sizes of a call that is not paged"
     for node in traced.placeholders:
         if node.name == "block_table" and not all(r.target in (*LENGTHS, *LENGTHS_ON_DEVICE) for r in readers(node)):
-            return "the graph gathers the blocks of its caches, as many as the longest sequence could have"
+            return "the graph gathers cache blocks for the longest possible sequence"
         for user in node.users if isinstance(value(node), list) else ():
             if not _takes_tensor(user, node):
                 return f"{user.name} ({user.target}) takes lengths from the host"
@@ -165,7 +165,7 @@ class _Sizes:
             return size
         expression = size.node.expr.xreplace(self._known)
         if expression.free_symbols:
-            raise NotStatic(f"no input says what {size} is")
+            raise NotStatic(f"no input determines {size}")
         if isinstance(size, torch.SymBool):
             return bool(expression)
         return int(expression) if isinstance(size, torch.SymInt) else float(expression)
@@ -229,7 +229,7 @@ class _Copier:
                 shape, device = self._sizes.shape(recorded), recorded.device
                 made = torch.empty_strided(shape, strides, dtype=recorded.dtype, device=device)
         if node.name in self._given and self._given[node.name].shape != made.shape:
-            raise NotStatic(f"it is {tuple(made.shape)} where {tuple(self._given[node.name].shape)} is given")
+            raise NotStatic(f"its shape is {tuple(made.shape)}, but {tuple(self._given[node.name].shape)} was given")
         self._note(node, self.graph.placeholder(node.name), made)
         self.inputs[node] = made
 
@@ -299,7 +299,7 @@ class _Copier:
             expected = self._sizes.shape(recorded)
             if (expected, recorded.dtype) != (tuple(found.shape), found.dtype):
                 raise NotStatic(
-                    f"it yields {found.dtype} {tuple(found.shape)} where {recorded.dtype} {expected} was recorded"
+                    f"it returns {found.dtype} {tuple(found.shape)}, but {recorded.dtype} {expected} was recorded"
                 )
         made.meta = {**node.meta, "example_value": computed}
         if "val" in made.meta:
@@ -321,7 +321,7 @@ class _Copier:
             with self.fake_mode, enable_python_dispatcher(), torch.no_grad():
                 return made.target(*args, **kwargs)  # type: ignore[operator]
         except (RuntimeError, TypeError, ValueError) as error:
-            raise NotStatic(f"it does not take the sizes: {first_line(error)}") from error
+            raise NotStatic(f"it rejects the sizes: {first_line(error)}") from error
 
 
 def _known_sizes(traced: TracedGraph, inputs: Mapping[str, torch.Tensor]) -> dict[sympy.Symbol, sympy.Integer]:

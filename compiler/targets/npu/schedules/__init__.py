@@ -1,1 +1,1 @@
-"""Schedules of decode steps: what users may ask for, and what it becomes in a graph."""
+"""Schedules of decode steps: the options, and their application to a graph."""

@@ -38,14 +38,14 @@ def asked_for(schedule: Mapping[str, Any]) -> list[str]:
         ValueError: a name that there is not, or a value that is neither True nor False.
     """
     if not isinstance(schedule, Mapping):
-        raise ValueError(f"schedule={schedule!r} is not understood; give a dictionary, such as {{'streams': True}}")
+        raise ValueError(f"schedule={schedule!r} is invalid; use a dictionary, such as {{'streams': True}}")
     for name, on in schedule.items():
         if name not in KNOWN:
             close = difflib.get_close_matches(str(name), KNOWN, n=1)
             remedy = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(map(repr, KNOWN))}"
             raise ValueError(f"schedule[{name!r}] is not known; {remedy}")
         if not isinstance(on, bool):
-            raise ValueError(f"schedule[{name!r}]={on!r} is neither True nor False; give one of them")
+            raise ValueError(f"schedule[{name!r}]={on!r} is not a bool; use True or False")
     return [name for name, on in schedule.items() if on]
 
 

@@ -1,1 +1,1 @@
-"""The sizes of steps that graphs are made for: which, how many a device has room for, and filling steps up."""
+"""Planned sizes of steps: their choice, the device's limits, and padding."""

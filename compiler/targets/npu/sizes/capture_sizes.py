@@ -36,7 +36,7 @@ def wasted(mix: Mapping[int, float], sizes: Sequence[int]) -> float:
     for size, weight in mix.items():
         padded = padded_size(size, sizes)
         if padded is None:
-            raise ValueError(f"sizes={tuple(sizes)} end below a step of {size} in mix; add a larger one")
+            raise ValueError(f"sizes={tuple(sizes)} ends below the step of {size} in mix; add a larger size")
         total += weight * (padded - size)
     return total
 

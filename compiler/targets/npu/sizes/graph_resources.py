@@ -97,11 +97,11 @@ def capture_budget(soc: str, needs: GraphNeeds) -> tuple[int, str]:
         "events": resources.events - round(KEPT_SHARE * resources.events),
     }
     each = {"streams": needs.streams, "events": needs.events}
-    limits = [(CAPTURES_PER_GRAPH, f"npugraph_ex captures {CAPTURES_PER_GRAPH} of a graph")]
+    limits = [(CAPTURES_PER_GRAPH, f"npugraph_ex captures a graph at most {CAPTURES_PER_GRAPH} times")]
     for kind, free in left.items():
         most = getattr(resources, kind)
-        limits.append((max(0, free // each[kind]), f"{soc} has {most} {kind}, and each takes {each[kind]} of them"))
+        limits.append((max(0, free // each[kind]), f"{soc} has {most} {kind}, and each capture takes {each[kind]}"))
     for family, most in _CAPTURES_OF_FAMILY.items():
         if soc.startswith(family):
-            limits.append((most, f"the driver of {soc} is not known to take more"))
+            limits.append((most, f"the driver of {soc} is not known to support more"))
     return min(limits, key=lambda limit: limit[0])

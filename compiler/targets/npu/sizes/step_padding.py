@@ -1,4 +1,4 @@
-"""Fill a step up to a planned size with tokens and sequences that nobody asked for.
+"""Pads a step to a planned size with dummy tokens and sequences.
 
 Dummy tokens come after the real ones and belong to dummy sequences, which come after the real ones too, so that
 

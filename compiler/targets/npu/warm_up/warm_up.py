@@ -109,7 +109,7 @@ def _compared(program: Linked, route: Route, size: PlannedSize, shape: StepShape
     specs = route.traced.caches
     step = warm_up_step(shape, room, program.vocab_size, variant=variant, has_state=has_state(specs))
     if not room.holds(step[2]):
-        raise AssertionError("a step of no request reaches blocks outside the spare ones")
+        raise AssertionError("a dummy step uses blocks other than the spare ones")
     asked = step[2].logits_rows.shape[0]
     caches, guard = Spare(route, room, step[2]), Guard(route)
     with torch.inference_mode():  # as the engine runs its steps
@@ -134,7 +134,7 @@ def _compared(program: Linked, route: Route, size: PlannedSize, shape: StepShape
         error = tolerance.error(apart, right)
         worst = max(worst, error)
         if not error <= tolerance.limit:
-            return worst, f"what it writes into {name} differs by {error:.3g} standard deviations{_limit(tolerance)}"
+            return worst, f"its writes to {name} differ by {error:.3g} standard deviations{_limit(tolerance)}"
     return worst, ""
 
 

@@ -52,7 +52,7 @@ def make_inputs(
         if not bool(scales.isfinite().all()) or bool((scales == 0).any()):
             raise UnsupportedModel(
                 f"scales of the weight {inputs.source!r} times that of its inputs, {scheme.input_scale.scale:.3g}, "
-                "are 0 or infinite in float32; give input_bits=16"
+                "are 0 or infinite in float32; use input_bits=16"
             )
     if inputs.sums and scheme.group_size:
         scales = _in_19_bits(scales, inputs.source)
@@ -88,7 +88,7 @@ def _in_19_bits(scales: torch.Tensor, source: str) -> torch.Tensor:
     odd = (bits >> _CUT_BITS) & 1
     kept = ((bits + odd + (1 << (_CUT_BITS - 1)) - 1) & -(1 << _CUT_BITS)).view(torch.float32)
     if not bool(kept.isfinite().all()) or bool((kept == 0).any()):
-        raise UnsupportedModel(f"scales of the weight {source!r} are 0 or infinite in 19 bits; give input_bits=16")
+        raise UnsupportedModel(f"scales of the weight {source!r} are 0 or infinite in 19 bits; use input_bits=16")
     return kept
 
 
@@ -108,8 +108,8 @@ def _whole_bias(
     limits = torch.iinfo(torch.int32)
     if not bool(((whole >= limits.min) & (whole <= limits.max)).all()):
         raise UnsupportedModel(
-            f"the bias {inputs.bias!r} beside the weight {inputs.source!r} is not an int32 in steps of its scales; "
-            "give input_bits=16"
+            f"the bias {inputs.bias!r} of the weight {inputs.source!r} is not an int32 in steps of its scales; "
+            "use input_bits=16"
         )
     return whole.to(torch.int32)
 
@@ -184,7 +184,7 @@ def check_inputs(
     if inputs.whole_bias and not torch.equal(made[inputs.whole_bias], _whole_bias(numbers.t(), scales, inputs, bias)):
         raise UnsupportedModel(
             f"the bias in integers of the weight {inputs.source!r} is wrong; please report it. verify='off' "
-            "serves it regardless"
+            "skips this check"
         )
     if scheme.input_scale is not None:
         scales = scales / scheme.input_scale.scale
@@ -210,14 +210,14 @@ def check_inputs(
         wrong = int((off > most + 1e-30).sum())
         if wrong:
             raise UnsupportedModel(
-                f"{wrong} entries of the weight {inputs.source!r} are wrong when it is rounded to {scheme.bits} "
-                "bits; please report it. verify='off' serves it regardless"
+                f"{wrong} entries of the weight {inputs.source!r} are wrong after quantization to {scheme.bits} "
+                "bits; please report it. verify='off' skips this check"
             )
     if inputs.sums and not torch.allclose(
         made[inputs.sums], _sums(numbers.t(), scales.t()), rtol=0, atol=0, equal_nan=True
     ):
         raise UnsupportedModel(
-            f"sums of the weight {inputs.source!r} are wrong; please report it. verify='off' serves it regardless"
+            f"sums of the weight {inputs.source!r} are wrong; please report it. verify='off' skips this check"
         )
 
 

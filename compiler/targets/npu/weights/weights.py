@@ -110,9 +110,7 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, che
         if plan.fractal_nz and (fractal_nz or plan.demanded):
             new = cast_to_nz(new)
         elif plan.demanded:
-            log.warning(
-                "%s stays in its format, though its operator takes FRACTAL_NZ only: %s", plan.name, plan.reason
-            )
+            log.warning("%s keeps its format, although its operator needs FRACTAL_NZ: %s", plan.name, plan.reason)
         if new is old:
             continue
         size += new.numel() * new.element_size()
@@ -123,8 +121,8 @@ def prepare_weights(traced: TracedGraph, *, fractal_nz: bool, release: bool, che
             with traced.fake_mode:
                 node.meta["example_value"] = node.meta["example_value"].detach().contiguous()
     if size:
-        kept = "in place of" if release else "beside"
-        log.info("%.2f GiB of weights are laid out anew %s the model's own", size / 2**30, kept)
+        kept = "in place of" if release else "in addition to"
+        log.info("converted %.2f GiB of weights %s the model's own", size / 2**30, kept)
     return size
 
 

@@ -34,7 +34,7 @@ def test_most_padding():
 
 def test_wasted_counts_tokens_by_weight():
     assert wasted({1: 2, 3: 1, 4: 5, 8: 0.5}, (4, 9)) == 2 * 3 + 1 + 0 + 0.5
-    with pytest.raises(ValueError, match="end below a step of 8 in mix"):
+    with pytest.raises(ValueError, match="ends below the step of 8 in mix"):
         wasted({8: 1}, (4,))
 
 

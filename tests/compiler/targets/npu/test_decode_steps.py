@@ -195,7 +195,7 @@ def test_codegen_none_serves_decode_steps_by_the_kernel(caplog, monkeypatch):
         program = build_program(model, options)
     assert not isinstance(program._run, DecodeCalls) and program.report.verdict.ok
     assert [name for name, _ in program.report.dropped_passes] == ["decode_attention"]
-    assert "decode steps over int8 caches run by the formula" in caplog.text
+    assert "int8-KV decode falls back to the unfused" in caplog.text
 
 
 def test_caches_whose_scales_lie_otherwise_are_refused():
@@ -233,7 +233,7 @@ def test_graphs_of_both_kinds_are_planned_compared_and_used(static):
     traced, decode = both("gemma3_text")
     first = AsItIs(decode, sequences_per_graph=2, static_decode=static, eager=traced.module)
     route = DecodeRoute(first, AsItIs(traced, sequences_per_graph=2))
-    assert why_not_static(decode) == "" and "gathers the blocks" in why_not_static(traced)
+    assert why_not_static(decode) == "" and "gathers cache blocks" in why_not_static(traced)
     program = link(traced, route)
     spare = program.reserve(4, 19, 200)
     program.bind(allocate_kv_cache(traced.caches, 24 + spare, 32))
@@ -351,7 +351,7 @@ def test_captured_sizes_have_sequences_without_tokens(monkeypatch):
     assert_same(served(traced, route, max_tokens=4), expected, tolerance=ROUNDED)
     assert {tokens for tokens, _ in route.decode.captured} == {1, 2, 3, 4} and not route.others.captured
     assert route.decode.planned[-1] == LIMITS["max_num_seqs"]
-    assert set(route.eager_steps) == {route.others.refusal} and "gathers the blocks" in route.others.refusal
+    assert set(route.eager_steps) == {route.others.refusal} and "gathers cache blocks" in route.others.refusal
     assert any(limit.startswith("other steps: the graph gathers") for limit in route.limits)
 
 

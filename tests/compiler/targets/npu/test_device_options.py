@@ -17,9 +17,9 @@ from tiny_models import build_tiny_model
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"target": "npu", "codegen": "inductor"}, "codegen='inductor' is not for target='npu': use 'ge'"),
-        ({"target": "cpu", "codegen": "ge"}, "codegen='ge' is not for target='cpu': use 'inductor'"),
-        ({"target": "cpu", "codegen": "aclgraph"}, "codegen='aclgraph' is not for target='cpu'"),
+        ({"target": "npu", "codegen": "inductor"}, "codegen='inductor' cannot be used with target='npu': use 'ge'"),
+        ({"target": "cpu", "codegen": "ge"}, "codegen='ge' cannot be used with target='cpu': use 'inductor'"),
+        ({"target": "cpu", "codegen": "aclgraph"}, "codegen='aclgraph' cannot be used with target='cpu'"),
         ({"target": "npu", "block_size": 24}, "block_size=24 is not a multiple of 16"),
         ({"target": "npu", "block_size": 0}, "block_size=0 is below 1"),
         ({"target": "npu", "block_size": True}, "block_size=True is not a multiple of 16"),
@@ -41,9 +41,9 @@ def test_what_auto_means_on_a_device(monkeypatch):
     for codegen, words in (("ge", "needs an NPU, or a Python with the real torchair"), ("aclgraph", "needs an NPU,")):
         with pytest.raises(ValueError, match=words):
             CompileOptions(target="npu", codegen=codegen).for_device("cpu")
-        with pytest.raises(ValueError, match="is not for target='cpu'"):
+        with pytest.raises(ValueError, match="cannot be used with target='cpu'"):
             CompileOptions(codegen=codegen).for_device("cpu")
-    with pytest.raises(ValueError, match="codegen='inductor' is not for target='npu'"):
+    with pytest.raises(ValueError, match="codegen='inductor' cannot be used with target='npu'"):
         CompileOptions(codegen="inductor").for_device("npu")
 
 

@@ -51,10 +51,10 @@ def test_operators_are_named_once_with_what_stands_in_for_them():
         ),
     ]
     assert dtype_advice(routes, torch.float32, Product.A2) == (
-        "float32 keeps operators from being used: moe is routing and its formula, not gmm; paged_attention is its "
-        "formula, not fia. dtype='bfloat16' is what they take"
+        "float32 prevents the use of operators: moe is routing and its formula, not gmm; paged_attention is its "
+        "formula, not fia. dtype='bfloat16' would allow them"
     )
-    assert dtype_advice(routes, torch.float32, Product.INFERENCE).endswith("dtype='float16' is what they take")
+    assert dtype_advice(routes, torch.float32, Product.INFERENCE).endswith("dtype='float16' would allow them")
     # Neither a dtype that an operator would take nor one that the model does not compute in.
     assert dtype_advice(routes, torch.float16, Product.A2) == ""
     assert dtype_advice(routes, torch.bfloat16, Product.A2) == ""
@@ -63,11 +63,11 @@ def test_operators_are_named_once_with_what_stands_in_for_them():
 @pytest.mark.parametrize(
     ("model_type", "dtype", "said"),
     [
-        ("llama", torch.float32, "not npu_fused_infer_attention_score. dtype='bfloat16' is what they take"),
+        ("llama", torch.float32, "not npu_fused_infer_attention_score. dtype='bfloat16' would allow them"),
         (
             "deepseek_v3",
             torch.float16,
-            "npu_fused_infer_attention_score, not npu_mla_prolog_v3. dtype='bfloat16' is what they take",
+            "npu_fused_infer_attention_score, not npu_mla_prolog_v3. dtype='bfloat16' would allow them",
         ),
         ("deepseek_v3", torch.bfloat16, ""),
     ],

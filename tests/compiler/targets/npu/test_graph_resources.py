@@ -54,7 +54,7 @@ def test_graphs_cut_at_every_attention_and_groups_follow_vllm_ascends_formula():
 
 
 def test_drivers_of_950():
-    assert capture_budget(A5, GraphNeeds(32)) == (4, f"the driver of {A5} is not known to take more")
+    assert capture_budget(A5, GraphNeeds(32)) == (4, f"the driver of {A5} is not known to support more")
 
 
 def at(soc: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> AclGraphs:

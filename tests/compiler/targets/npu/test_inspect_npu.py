@@ -102,7 +102,7 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     report = NpuReport("Ascend910B4-1", None, 128, "float32", (), GeReport("not asked for"), (estimate,))
     routes, graph, least = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
-    assert dict(least.rows)["so a step takes at least"] == "unknown"
+    assert dict(least.rows)["minimum time of a step"] == "unknown"
     assert "No published figures of Ascend910B4-1" in least.note
 
 
@@ -206,11 +206,11 @@ def test_no_super_kernels_on_other_chips() -> None:
 
 
 def test_nothing_is_fetched_on_a_chip_whose_cache_is_unknown() -> None:
-    plan = SchedulePlan(unfetched="of Ascend910B3 no source gives the size of its L2 cache")
+    plan = SchedulePlan(unfetched="no source gives the L2 cache size of Ascend910B3")
     report = NpuReport("Ascend910B3", None, 128, "float32", (), GeReport(), (), schedule=plan)
     sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     (shown,) = (section for section in sections if "fetches" in section.title)
-    assert shown.note == "None: of Ascend910B3 no source gives the size of its L2 cache." and shown.rows == ()
+    assert shown.note == "None: no source gives the L2 cache size of Ascend910B3." and shown.rows == ()
 
 
 def test_no_second_stream_for_a_chip_whose_figures_are_unknown() -> None:
@@ -301,13 +301,13 @@ def test_tables_fit(explained: Explanation, refused: Explanation, width: int) ->
         Console(width=width, file=written).print(explanation)
         text = written.getvalue()
         assert max(map(len, text.splitlines())) <= width
-        assert "Routes on Ascend910B3" in text and "so a step takes at least" in text
+        assert "Routes on Ascend910B3" in text and "minimum time of a step" in text
 
 
 def test_page_shows_the_sections(refused: Explanation, tmp_path: Path) -> None:
     refused.to_html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<h2>Routes on Ascend910B3</h2>" in page and "<h2>Estimate: the least that a step costs</h2>" in page
+    assert "<h2>Routes on Ascend910B3</h2>" in page and "<h2>Estimate: the minimum time of a step</h2>" in page
     assert "heads of (16, 16, 16) dims" in page and "residual_multiplier" in page
 
 
@@ -321,7 +321,7 @@ def test_without_a_toolchain_the_report_says_how_to_get_it(llama: Any, monkeypat
     assert "pagoda npu setup" in report.unavailable
     assert report.launches_per_layer is None and report.to_dict()["launches_per_layer"] is None
     assert (
-        "not a class of transformers"
+        "not a transformers class"
         in npu_graph.graph_engine_report(torch.nn.Linear(1, 1), (), CompileOptions()).unavailable
     )
 

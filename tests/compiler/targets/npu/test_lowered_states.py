@@ -76,7 +76,7 @@ def test_captured_graphs_call_the_fused_delta_rule():
 def test_steps_that_recurrences_do_not_take():
     _, traced = lowered("qwen3_5_text")
     program = link(traced, traced.module)
-    with pytest.raises(ValueError, match="at most 4096 tokens of a sequence in one step; lower it to 4096"):
+    with pytest.raises(ValueError, match="at most 4096 tokens of a sequence per step; lower it to 4096"):
         program.reserve(4, 8192, 8192)
     assert program.reserve(4, 8192, 4096) == 0
     _, convolutions = lowered("lfm2")

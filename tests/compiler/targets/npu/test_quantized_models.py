@@ -124,7 +124,7 @@ def test_weights_are_compared_when_they_are_made(mistake, monkeypatch):
 
     monkeypatch.setattr(weights, "make_inputs", wrongly)
     _, traced, _ = quantized("llama")
-    with pytest.raises(UnsupportedModel, match="are wrong when it is rounded to 8 bits"):
+    with pytest.raises(UnsupportedModel, match="are wrong after quantization to 8 bits"):
         prepare_weights(traced.copy(), fractal_nz=False, release=False, check=True)
 
 
@@ -346,7 +346,7 @@ def test_mxfp4_experts_are_unpacked_with_the_reason(tmp_path):
 @pytest.mark.slow
 def test_latent_attention_is_absorbed_over_stored_weights(tmp_path, caplog):
     built, report = stored_program(tmp_path, "slim-w8a8-dynamic", torch.bfloat16, "deepseek_v3")
-    assert "stored weights of latent attention are unpacked" in caplog.text
+    assert "quantized weights of latent attention" in caplog.text
     names = {str(node.target) for node in built.traced.graph.nodes}
     assert "npu.npu_mla_prolog_v3.default" in names and "npu.npu_quant_matmul.default" in names
     assert report.verdict.ok and illegal_calls(built.traced, built.traced.npu) == []
@@ -386,7 +386,7 @@ def test_mistakes_of_stored_weights_are_found(mistake, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "make_inputs", wrongly)
     if mistake == "order of the inputs":
         monkeypatch.setattr(quantized_linears._Products, "_in_order", lambda self, site, rows, order: rows)
-    words = "logits differ" if mistake == "order of the inputs" else "are wrong when it is rounded to 4 bits"
+    words = "logits differ" if mistake == "order of the inputs" else "are wrong after quantization to 4 bits"
     with pytest.raises(UnsupportedModel, match=words):
         stored_program(tmp_path, "gptq-4-order", torch.bfloat16)
 
@@ -406,10 +406,13 @@ def test_weights_alone_are_rounded(quantization):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization": "int4"}, "quantization='int4' is not for target='npu': no product of an NPU takes it"),
+        (
+            {"quantization": "int4"},
+            "quantization='int4' cannot be used with target='npu': NPU matrix products do not support it",
+        ),
         (
             {"quantization": "int8", "group_size": 128},
-            "group_size=128 is not for target='npu' with quantization='int8'",
+            "group_size=128 cannot be used with target='npu' with quantization='int8'",
         ),
     ],
 )
@@ -421,5 +424,7 @@ def test_options_that_an_npu_does_not_take(options, words):
 def test_float32_is_refused_with_the_reason():
     model = build_legal_model("llama", num_hidden_layers=1)
     options = CompileOptions(target="npu", quantization="int8", verify="off", codegen="none")
-    with pytest.raises(UnsupportedModel, match=r"finds no linear layer that it can round: .*input is torch\.float32"):
+    with pytest.raises(
+        UnsupportedModel, match=r"finds no linear layer that it can quantize: .*input is torch\.float32"
+    ):
         build_program(model, options)

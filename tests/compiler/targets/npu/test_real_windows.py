@@ -52,7 +52,7 @@ def test_a_window_that_is_lowered_wrongly_refuses_the_model(monkeypatch):
         return PassRecord("widen", matches=len(found))
 
     monkeypatch.setattr(options, "PASSES", (*PASSES, Pass("widen", widen, "aten", required=False, target="npu")))
-    with pytest.raises(UnsupportedModel, match=r"a long window is not exact .*in float32"):
+    with pytest.raises(UnsupportedModel, match=r"attention with long windows is not exact .*in float32"):
         lowered("mistral", 4096)
 
 

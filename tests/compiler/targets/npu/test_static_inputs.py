@@ -232,7 +232,7 @@ def test_a_bias_beyond_int32_is_refused():
     copy = traced.copy()
     for name in copy.notes.merged.get(inputs.bias, (inputs.bias,)):
         copy.constants[name] = torch.full_like(copy.constants[name], 1e12)
-    with pytest.raises(UnsupportedModel, match="is not an int32 in steps of its scales; give input_bits=16"):
+    with pytest.raises(UnsupportedModel, match="is not an int32 in steps of its scales; use input_bits=16"):
         prepare_weights(copy, fractal_nz=False, release=False)
 
 
@@ -243,7 +243,7 @@ def test_scales_that_vanish_beside_those_of_the_inputs_are_refused():
         replace(inputs, quantization=replace(inputs.quantization, input_scale=InputScale(2.0**-149)))
         for inputs in copy.notes.quantized
     ]
-    with pytest.raises(UnsupportedModel, match="are 0 or infinite in float32; give input_bits=16"):
+    with pytest.raises(UnsupportedModel, match="are 0 or infinite in float32; use input_bits=16"):
         prepare_weights(copy, fractal_nz=False, release=False)
 
 

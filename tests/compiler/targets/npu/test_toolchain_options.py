@@ -63,9 +63,9 @@ def test_what_may_be_given(codegen, options):
         ("ge", {"ge_config.oo_level": "O2"}, "='O2' is not one of 'O1', 'O3'"),
         ("aclgraph", {"capture_limit": 3}, "is not for users to set: sizes are planned by the chip's streams"),
         ("aclgraph", {"force_eager": True}, "is not for users to set: give codegen='none'"),
-        ("ge", {"experimental_config.pattern_fusion_pass": True}, "nobody has held them against"),
-        ("aclgraph", {"super_kernel_optimize": True}, "fuses static kernels; give 'static_kernel_compile': True too"),
-        ("aclgraph", {"super_kernel_optimize_options": {}}, "is for super kernels; give 'super_kernel_optimize'"),
+        ("ge", {"experimental_config.pattern_fusion_pass": True}, "were not checked against"),
+        ("aclgraph", {"super_kernel_optimize": True}, "fuses static kernels; set 'static_kernel_compile': True too"),
+        ("aclgraph", {"super_kernel_optimize_options": {}}, "is for super kernels; set 'super_kernel_optimize'"),
         ("aclgraph", {**SUPER, "super_kernel_optimize_options": {"dcci": []}}, "has no 'dcci'; use one of"),
         (
             "aclgraph",
@@ -91,13 +91,13 @@ def test_super_kernels_are_for_a2_and_a3(product):
 def test_an_engine_refuses_them_before_anything_is_loaded():
     model = build_tiny_model("llama")
     for options, words in (
-        ({"npu_options": {"static_kernel": True}}, "is not for target='cpu': leave them out"),
+        ({"npu_options": {"static_kernel": True}}, "cannot be used with target='cpu': omit them"),
         (
             {"target": "npu", "npu_options": {"static_kernel": True}},
-            "is not for target='npu' with codegen='none': 'ge' and 'aclgraph' have a toolchain that takes them",
+            "cannot be used with target='npu' with codegen='none': only the toolchains of 'ge'",
         ),
-        ({"npu_options": [1]}, r"npu_options=\[1\] is not understood"),
-        ({"npu_options": {3: 1}}, "give a dictionary"),
+        ({"npu_options": [1]}, r"npu_options=\[1\] is invalid"),
+        ({"npu_options": {3: 1}}, "use a dictionary"),
     ):
         with pytest.raises(ValueError, match=words):
             pagoda.LLM(model, **options)

@@ -164,7 +164,7 @@ def test_a_form_that_something_reads_stays_beside_another():
 def test_scales_that_19_bits_do_not_hold():
     weight = stored_weight("int4/g256/f32/x8", 8, 512).to(torch.float32)
     for bad in (torch.finfo(torch.float32).max, 1e-42):
-        with pytest.raises(UnsupportedModel, match="0 or infinite in 19 bits; give input_bits=16"):
+        with pytest.raises(UnsupportedModel, match="0 or infinite in 19 bits; use input_bits=16"):
             make_inputs(weight.replaced(scales=torch.full((8, 2), bad)), inputs_of())
 
 

@@ -310,7 +310,7 @@ def test_a_planned_step_outside_the_spare_blocks_never_runs(monkeypatch):
         return make(shape, SpareRoom(room.block_size, 0, room.num_blocks, room.longest), *args, **options)
 
     monkeypatch.setattr(warm_up_file, "warm_up_step", elsewhere)
-    assert all("reaches blocks outside the spare ones" in reason for reason in outcomes(engine_of(route)).values())
+    assert all("uses blocks other than the spare ones" in reason for reason in outcomes(engine_of(route)).values())
     assert not graph.sizes
 
 
@@ -396,7 +396,7 @@ def test_a_lost_device_ends_the_start(monkeypatch):
         raise RuntimeError("NPU function error: device lost, error code is 507010")
 
     graph.spoil = spoil
-    with pytest.raises(DeviceLost, match="the device is lost, its task scheduler gives no sign of life"):
+    with pytest.raises(DeviceLost, match="the device is lost, its task scheduler does not respond"):
         engine_of(route)
     assert len(graph.sizes) == 1
 

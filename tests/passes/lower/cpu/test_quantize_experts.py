@@ -69,8 +69,8 @@ def test_stored_experts_are_read_as_they_are():
     [
         ("e4m3/g24/f32", False, "no kernel for groups of 24"),
         ("int4/g8/f16", False, "no kernel for groups of 8"),
-        ("int4/g32/f16+order", False, "their inputs are stored in an order of their own"),
-        ("int4/g32/f16", True, "their scales lie along their outputs"),
+        ("int4/g32/f16+order", False, "their inputs are stored in a permuted order"),
+        ("int4/g32/f16", True, "their scales are per group of outputs"),
     ],
 )
 def test_those_that_no_kernel_reads_stay(form, transposed, reason):

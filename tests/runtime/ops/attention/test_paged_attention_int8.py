@@ -106,7 +106,7 @@ def test_rows_of_zeros_stay_zeros(paged_case):
 
 def test_scales_must_come_with_int8(paged_case):
     arguments = paged_case([(1, 20)], cache_dtype=torch.int8).arguments
-    with pytest.raises(ValueError, match=r"value_scale is None; caches of torch\.int8 need it"):
+    with pytest.raises(ValueError, match=r"value_scale is None; caches of torch\.int8 need"):
         kernel(*arguments[:16], None)
     with pytest.raises(ValueError, match=r"key_scale is .* torch.float64"):
         kernel(*arguments[:15], arguments[15].double(), arguments[16])

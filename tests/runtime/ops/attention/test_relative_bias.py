@@ -113,5 +113,5 @@ def test_not_with_chosen_keys(paged_case) -> None:
     case = paged_case([(3, 40)])
     given = arguments_with(case, bias_of(case, 8))
     given[17] = torch.zeros(1, given[0].shape[2], 4, dtype=torch.int32)
-    with pytest.raises(ValueError, match="selected and relative_bias are both given"):
+    with pytest.raises(ValueError, match="selected and relative_bias cannot be combined"):
         paged_attention(*given)

@@ -106,26 +106,26 @@ def full() -> Report:
 
 def test_the_first_that_is_not_right_is_said_first(full: Report) -> None:
     assert full.data["first_wrong"]["item"].startswith("npu_linear(") and not full.is_right
-    assert full.verdict.startswith("the first that is not right, of operators: npu_linear(bfloat16[8, 64])")
+    assert full.verdict.startswith("first failure, in stage operators: npu_linear(bfloat16[8, 64])")
     assert full.data["counts"] == {RIGHT: 5, WRONG: 1, HUNG: 1, CRASHED: 1, FAILED: 1, NOT_RUN: 2}
     assert full.title == "Selftest of Ascend910B3 on llama"
     everything = report(operators=[operator("npu_swiglu")])
-    assert everything.is_right and everything.verdict == "all 3 that were run are right"
+    assert everything.is_right and everything.verdict == "all 3 items that ran are right"
 
 
 def test_questions_are_answered(full: Report) -> None:
     answers = {each["question"]: each for each in full.data["answers"]}
-    computes = answers["Does the device compute what each operator's CPU semantics say?"]
+    computes = answers["Do the operators match their CPU semantics?"]
     assert computes["status"] == WRONG
     assert computes["answer"].startswith(
-        "1 of 3 calls are right; a result has no number, or another shape, where one is right. The first that is "
-        "not: npu_linear(bfloat16[8, 64]), decode of 8, first: wrong, result differs by 3"
+        "1 of 3 calls are right; a result is not a number, or has the wrong shape. First failure: "
+        "npu_linear(bfloat16[8, 64]), decode of 8, first: wrong, result differs by 3"
     )
-    assert answers["Are products right whose matrices lie in FRACTAL_NZ?"]["status"] == RIGHT
+    assert answers["Are products with matrices in FRACTAL_NZ right?"]["status"] == RIGHT
     captures = answers["Are captures right, and how many fit?"]["answer"]
     assert captures == (
-        "captured graphs: 1 of 2 sizes are right, a decode step takes 4 ms with it, 10 ms without: 2.50 times as "
-        "fast; 8 of 8 sequences have the same tokens"
+        "captured graphs: 1 of 2 sizes are right, a decode step takes 4 ms with it, 10 ms without: a speedup of 2.50"
+        "; 8 of 8 sequences have the same tokens"
     )
     assert (
         "out of memory; lower --max-num-seqs"
@@ -152,12 +152,12 @@ def test_which_operators_answer_a_question(operator: str, shapes: str, question:
     made = report(operators=[Outcome(f"{operator}({shapes}), decode of 8, first", CRASHED, "its process died")])
     first, *others = made.data["answers"]
     assert [each["question"].startswith(question) for each in others] == [True] * bool(question)
-    assert first["answer"].startswith("0 of 1 calls are right. The first that is not: "), "there are no differences"
+    assert first["answer"].startswith("0 of 1 calls are right. First failure: "), "there are no differences"
 
 
 def test_a_device_that_was_not_opened_is_not_named() -> None:
     made = report(devices=[Outcome("prepare", CRASHED, "its process died")])
-    assert made.first_line == "Made on a device that could not be opened, 2026-11-25 13:00 UTC."
+    assert made.first_line == "Run on a device that could not be opened, 2026-11-25 13:00 UTC."
 
 
 def test_a_stand_in_is_said_before_all_else() -> None:
@@ -210,7 +210,7 @@ def test_the_page_escapes_and_asks_nobody(full: Report) -> None:
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style and "@import" not in style
     assert "&lt;script&gt;alert(1)" in html
-    assert any("Not right, in the order of the run" in line for line in text.lines)
+    assert any("Failures, in the order of the run" in line for line in text.lines)
     assert "npu_linear" in text.lines and "1 of 2" in text.lines
 
 

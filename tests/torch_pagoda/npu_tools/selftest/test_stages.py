@@ -337,7 +337,7 @@ def test_decode_steps_over_int8_caches_are_compared_by_the_kernel_that_they_run_
 def test_comparisons_are_chosen_by_name() -> None:
     assert [each.name for each in chosen(["FRACTAL_NZ"])] == ["FRACTAL_NZ"]
     assert [each.name for each in chosen([])] == [each.name for each in COMPARISONS if each.by_default]
-    with pytest.raises(ValueError, match="comparison 'nz' is not known; there are graph engine, captured graphs"):
+    with pytest.raises(ValueError, match="comparison 'nz' is unknown; use one of graph engine, captured graphs"):
         chosen(["nz"])
 
 
@@ -354,7 +354,7 @@ def check_report(report: dict[str, Any], out: str, page: str) -> None:
     assert all(statuses == {"right"} for statuses in by_operator.values())
     first = report["first_wrong"]
     assert first["item"].startswith("npu_fused_infer_attention_score(")
-    assert first["reason"].startswith("the device has no memory left; set kv_cache_memory or num_blocks lower")
+    assert first["reason"].startswith("the device is out of memory; set kv_cache_memory or num_blocks lower")
     assert "No Ascend device was used: selftest of llama" in out
     assert "<title>No Ascend device was used" in page
 

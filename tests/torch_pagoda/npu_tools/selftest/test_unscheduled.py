@@ -26,14 +26,14 @@ OPTIONS = CompileOptions(
 def test_schedules_that_place_nothing_are_named(records: list[PassRecord], silent: list[str]) -> None:
     lines = _unscheduled(CompileReport("M", passes=records), OPTIONS)
     assert [line.split("'")[1] for line in lines] == silent
-    assert all("places nothing in this model on Ascend910B3" in line for line in lines)
+    assert all("matches nothing in this model on Ascend910B3" in line for line in lines)
 
 
 def test_schedules_that_no_graph_can_follow_are_named() -> None:
     report = CompileReport("M", passes=[PassRecord("schedule_branches", matches=2)])
     report.dropped_schedules["streams"] = "x is wrong"
     first, second = _unscheduled(report, OPTIONS)
-    assert first == "schedule 'streams' is left out: x is wrong" and "'prefetch' places nothing" in second
+    assert first == "schedule 'streams' is left out: x is wrong" and "'prefetch' matches nothing" in second
 
 
 def test_what_was_not_asked_for_is_not_named() -> None:

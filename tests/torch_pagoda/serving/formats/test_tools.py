@@ -46,9 +46,9 @@ def test_tools_are_taken():
         ([tool("f\n")], r"tools\[0\].function.name="),
         ([tool("a" * 129)], r"tools\[0\].function.name="),
         ([tool("é")], r"tools\[0\].function.name="),
-        ([tool(), tool()], r"tools\[1\].function.name='f' is that of tools\[0\]"),
+        ([tool(), tool()], r"tools\[1\].function.name='f' duplicates tools\[0\]"),
         ([tool(description=3)], "description is not a string"),
-        ([tool(strict="yes")], "strict is neither"),
+        ([tool(strict="yes")], "strict is not a boolean"),
         ([tool(parameters=[])], "parameters is not a JSON schema"),
         ([tool(parameters={"type": "string"})], "type is not 'object'"),
         ([tool(parameters={"properties": []})], "properties is not an object"),
@@ -56,8 +56,8 @@ def test_tools_are_taken():
         ([tool(parameters={"properties": {"<a>": {}}})], "properties has '<a>'"),
         ([tool(parameters={"required": "a"})], "required is not an array"),
         ([tool(parameters=nested(100_000))], r"tools\[0\] is nested deeper"),
-        ([tool(description="x" * 300_000)], r"tools\[0\] is larger"),
-        ([tool(f"f{i}", description="x" * 200_000) for i in range(6)], "tools is larger"),
+        ([tool(description="x" * 300_000)], r"tools\[0\] exceeds"),
+        ([tool(f"f{i}", description="x" * 200_000) for i in range(6)], "tools exceeds"),
     ],
 )
 def test_mistakes_are_named(tools, message):
@@ -92,13 +92,13 @@ def test_choices(choice, expected):
 @pytest.mark.parametrize(
     "choice, tools, message",
     [
-        ("required", [], "without tools"),
-        ("maybe", TOOLS, "tool_choice is none of"),
-        (3, TOOLS, "tool_choice is none of"),
+        ("required", [], "needs tools"),
+        ("maybe", TOOLS, "tool_choice is invalid"),
+        (3, TOOLS, "tool_choice is invalid"),
         ({"type": "function", "function": {"name": "h"}}, TOOLS, "'h' is not a tool of this request"),
         ({"type": "function", "function": 3}, TOOLS, "is not a tool of this request"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}, TOOLS, "allowed_tools is not"),
-        ({"type": "allowed_tools", "allowed_tools": 3}, TOOLS, "allowed_tools is not"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "x", "tools": []}}, TOOLS, "allowed_tools is invalid"),
+        ({"type": "allowed_tools", "allowed_tools": 3}, TOOLS, "allowed_tools is invalid"),
         ({"type": "allowed_tools", "mode": "auto", "tools": [3]}, TOOLS, "is not a tool of this request"),
     ],
 )
