@@ -33,6 +33,8 @@ class Choices:
         target: "cpu" or "npu", or "auto" for what the model's device asks for. Lowered for an NPU, a model on the CPU
             runs by the reference kernels of ``runtime.ops.npu``: slowly, to look at and to compare.
         soc: the Ascend chip, such as "Ascend910B3"; "auto" for the one that is there, or else that one.
+        cann: release of the CANN toolkit to lower for, such as "9.1"; "auto" for the one that is installed, see
+            ``installed_cann``.
         pack_weights: keep the matrices of a paged program in the layout of the CPU's or NPU's matrix kernels, beside
             the model's own (``LLM(path)`` lets go of those).
         kv_cache_dtype: of the paged KV cache. "auto": that of keys and values; "int8": a byte each and a float32
@@ -64,6 +66,7 @@ class Choices:
     static_decode: bool = option(False, "With ge: graphs of fixed sizes for decode steps.")
     target: str = option("auto", "auto, cpu or npu.")
     soc: str = option("auto", "Ascend chip to lower for, e.g. Ascend910B3; auto: the one that is there.")
+    cann: str = option("auto", "CANN release to lower for, e.g. 9.1; auto: the one that is installed.")
     pack_weights: bool = False
     kv_cache_dtype: str = option("auto", "auto, or int8 for half the memory.")
     quantization: str | None = option(

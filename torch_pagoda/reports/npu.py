@@ -100,6 +100,7 @@ class NpuReport:
             not asked for.
         no_static_decode: why decode steps have no graphs of fixed sizes on the graph engine; "" where they can.
         dtype_advice: see ``CompileReport``.
+        cann: version of the CANN toolkit that it was lowered for.
     """
 
     soc: str
@@ -112,11 +113,13 @@ class NpuReport:
     no_static_decode: str = ""
     schedule: SchedulePlan | None = None
     dtype_advice: str = ""
+    cann: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""
         return {
             "soc": self.soc,
+            "cann": self.cann,
             "chip": None if self.chip is None else {**asdict(self.chip), "peak": self.chip.peak},
             "block_size": self.block_size,
             "dtype": self.dtype,

@@ -132,6 +132,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 kind=f"{kind.__module__}:{kind.__name__}",
                 dtype=str(model.dtype).removeprefix("torch."),
                 soc=options.npu_target().soc,
+                cann=options.npu_target().cann,
                 block_size=options.block_size,
                 opt_level=options.opt_level,
                 passes={name: list(names) for name, names in options.passes.items()},
@@ -168,6 +169,7 @@ def convert_configuration(
     kind: str,
     dtype: str,
     soc: str,
+    cann: str,
     block_size: int,
     opt_level: int,
     passes: Mapping[str, Sequence[str]],
@@ -184,7 +186,7 @@ def convert_configuration(
         folder: with its config.json.
         kind: its class, ``module:name``.
         dtype: of its weights, ``bfloat16``.
-        soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
+        soc, cann, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
             ``CompileOptions``.
         formats: of its stored weights.
         marks: of each decoder layer, what tells it from others beside its configuration; () for nothing.
@@ -213,6 +215,7 @@ def convert_configuration(
         codegen="none",
         target="npu",
         soc=soc,
+        cann=cann,
         block_size=block_size,
         quantization=quantization,
         group_size=group_size,
