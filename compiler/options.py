@@ -143,7 +143,8 @@ class CompileOptions(Choices):
         as_called = self.codegen == "aclgraph" or (self.codegen == "none" and device == "npu")
         soc = installed_soc() if self.soc == "auto" else self.soc
         cann = installed_cann() if self.cann == "auto" else self.cann
-        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann)
+        tried_on = "npu" if device == "npu" else ""
+        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann, tried_on)
 
     @property
     def cache_dtype(self) -> torch.dtype | None:

@@ -22,9 +22,11 @@ GRAPH_MODES = ("ge", "aclgraph")
 DEFAULT_SOC = "Ascend910B3"
 DEFAULT_BLOCK_SIZE = 128
 OLDEST_CANN, NEWEST_CANN = "8.3", "9.1"
-"""The first and the last release of CANN whose limits are known. A machine without CANN, where nothing runs on a device,
-lowers for the last, which the supported torch_npu are released for; a device whose CANN does not say its version gets
-the limits of the first."""
+"""The first and the last release of CANN whose limits are known.
+
+A machine without CANN, where nothing runs on a device, lowers for the last, which the supported torch_npu are
+released for; a device whose CANN does not say its version gets the limits of the first.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class NpuTarget:
         graph_mode: "ge", where torchair builds a graph of dense tensors; "aclgraph", where the calls are captured
             as they are and tensors keep their strides.
         cann: version of the CANN toolkit, such as ``9.1`` or ``9.1.0``; it decides which forms operators take.
+        tried_on: a device on which each form of attention runs once before a graph has it, "npu"; "" tries none.
         float32_as: the dtype that float32 tensors count as when calls are held against the limits. For comparing
             numbers on a CPU in full precision; None on a device.
 
@@ -48,6 +51,7 @@ class NpuTarget:
     block_size: int = DEFAULT_BLOCK_SIZE
     graph_mode: str = "ge"
     cann: str = NEWEST_CANN
+    tried_on: str = ""
     float32_as: torch.dtype | None = None
 
     def __post_init__(self) -> None:
