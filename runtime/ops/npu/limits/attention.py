@@ -215,8 +215,11 @@ def _mask(call: Call) -> str:
         return f"a mask of its own is not for {layout}"
     if len(shape) == 4 and shape[1] != 1:
         return f"atten_mask is {shape}; one for all heads"
-    table = call.shape("block_table")
-    if not table or _query_tokens(call) != 1 or shape[-1] is None:
+    table, queries = call.shape("block_table"), _query_tokens(call)
+    rows = queries if len(shape) == 2 and queries == 1 else shape[-2]
+    if rows is not None and queries is not None and not queries <= rows <= -(-queries // 32) * 32:
+        return f"atten_mask is {shape} for {queries} queries a sequence; a row for each, filled up to 32 at most"
+    if not table or queries != 1 or shape[-1] is None:
         return ""
     # The second document has masks of one row for all sequences, too, but the vendor's tiling refuses them
     # (ops-transformer, ``incre_flash_attention_tiling_check.cpp``, ``ProcessAttenMask``).

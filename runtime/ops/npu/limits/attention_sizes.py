@@ -1,9 +1,9 @@
 """Limits of npu_fused_infer_attention_score and its second version, as their documents state them.
 
 Where releases of CANN differ, the source is CANN's ops-transformer at the tag of the release: the documents
-``aclnnFusedInferAttentionScoreV3.md`` (the operator) and ``…V4.md`` (its second version), for A2 and A3 the
-parts "TND", "GQA" and "MHA", and the tiling, ``fused_infer_attention_score_tiling_v3.cpp``. Documents of 8.5 know some
-of 9.0's sizes, but its tiling refuses them beside windows and without GQA, and users were refused them altogether
+``aclnnFusedInferAttentionScoreV3.md`` (the operator) and ``…V4.md`` (its second version), for A2 and A3 the parts
+"TND", "GQA" and "MHA", and the tiling, ``fused_infer_attention_score_tiling_v3.cpp``. Documents of 8.5 know some of
+9.0's sizes, but its tiling refuses them beside windows and without GQA, and users were refused them altogether
 (vllm-ascend, pull request 9632): what 9.0 added is for 9.0 and later.
 
 The reference kernels refuse by them, and so does lowering before it emits a call. Each function says why a call is
