@@ -376,7 +376,7 @@ def test_a_second_engine_is_captured_at_its_own_addresses():
 @pytest.mark.torchair
 def test_sequences_padded_to_the_longest_are_captured_in_decode():
 
-    traced = ready("llama", "aclgraph", block_size=128, head_dim=64)
+    traced = ready("llama", "aclgraph", block_size=128, head_dim=512)
     route = AclGraphs(traced, traced.module, budget=3)
     with captured_graphs() as graphs:
         assert_same(served(traced, route), served(traced, traced.module))
