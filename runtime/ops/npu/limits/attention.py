@@ -305,8 +305,6 @@ def _stored(call: Call) -> str:
         )
     if call["query_rope"] is not None or call["pse_shift"] is not None:
         return "rope and biases beside int8 keys and values are not known"
-    if (mask_mode := call["sparse_mode"]) not in (0, 1):
-        return f"sparse_mode is {mask_mode}; it is ignored for one query per sequence: give a mask of its own"
     if len(modes) != 1 or not modes <= known:
         return f"antiquant modes {sorted(modes)} of int8 keys and values; one of {sorted(known)} for both"
     key = call.shape("key")

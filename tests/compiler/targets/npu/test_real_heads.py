@@ -1,4 +1,4 @@
-"""Heads and windows of models that people run, in a few small layers: what attention becomes for two releases of CANN,
+"""Heads and windows of models that people run, in small layers: what attention becomes for two releases of CANN,
 and tokens past the windows beside transformers'."""
 
 from __future__ import annotations
