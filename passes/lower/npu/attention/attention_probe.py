@@ -74,10 +74,23 @@ def _error(form: AttentionForm, device: torch.device, shares: Sequence[tuple[int
     found = overload(*(tensor.to(device) for tensor in (given, key, val)), **kwargs)[0].cpu().float()
     if form.layout != "TND":
         found = found.flatten(0, 1)[row_of_token].unflatten(1, (heads.heads, -1))
-    caches = [cache.float().unflatten(2, (heads.kv_heads, -1)) for cache in (key, val)]
-    meta = step.slot_mapping, step.block_table, step.query_start_loc, step.seq_lens
+    key_cache, value_cache = (cache.float().unflatten(2, (heads.kv_heads, -1)) for cache in (key, val))
     arguments = PagedAttentionArguments(
-        query, key, val, *caches, *meta, sinks, None, form.scale, form.window, chunk=0, softcap=0.0
+        query,
+        key,
+        val,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        slot_mapping=step.slot_mapping,
+        block_table=step.block_table,
+        query_start_loc=step.query_start_loc,
+        seq_lens=step.seq_lens,
+        sinks=sinks,
+        alibi_slopes=None,
+        scale=form.scale,
+        sliding_window=form.window,
+        chunk=0,
+        softcap=0.0,
     )
     expected = gathered_attention(arguments, query.float(), step.padded_tokens, step.row_of_token)
     size = expected.square().mean(-1, keepdim=True).sqrt() + expected.abs()
