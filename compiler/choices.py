@@ -33,6 +33,8 @@ class Choices:
         target: "cpu" or "npu", or "auto" for that of the model's device. A model on the CPU lowered for an NPU runs
             the reference kernels of ``runtime.ops.npu``: slowly, for inspection and comparison.
         soc: the Ascend chip, such as "Ascend910B3"; "auto": the installed one, without one that example.
+        cann: the release of the CANN toolkit to lower for, such as "9.1"; "auto": the installed one, see
+            ``installed_cann``.
         pack_weights: store the matrices of a paged program in the layout of the CPU's or NPU's matrix kernels, in
             addition to the model's own (which ``LLM(path)`` frees).
         kv_cache_dtype: dtype of the paged KV cache. "auto": that of keys and values; "int8": one byte per element and
@@ -64,6 +66,7 @@ class Choices:
     static_decode: bool = option(False, "With ge: static graphs for decode steps.")
     target: str = option("auto", "auto, cpu or npu.")
     soc: str = option("auto", "Ascend chip to lower for, e.g. Ascend910B3; auto: the installed one.")
+    cann: str = option("auto", "CANN release to lower for, e.g. 9.1; auto: the installed one.")
     pack_weights: bool = False
     kv_cache_dtype: str = option("auto", "auto, or int8 for half the memory.")
     quantization: str | None = option(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import torch
 
 from ..passes import PASSES, Pass
-from ..runtime.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NpuTarget
+from ..runtime.cann_toolkit import toolkit_folder, toolkit_version
+from ..runtime.npu_target import DEFAULT_BLOCK_SIZE, DEFAULT_SOC, NEWEST_CANN, OLDEST_CANN, NpuTarget
 from ..runtime.ops.linear.quantized_weight import DEFAULT_GROUP_SIZES, Quantization, check_group_size
 from .choices import Choices
 from .option_conflicts import check_conflicts
@@ -132,11 +134,13 @@ class CompileOptions(Choices):
             device: runs the graph. On an NPU, graphs without code generation are lowered like captured ones.
 
         Raises:
-            ValueError: an unknown chip or an invalid block size.
+            ValueError: an unknown chip or CANN release, or an invalid block size.
         """
         as_called = self.codegen == "aclgraph" or (self.codegen == "none" and device == "npu")
         soc = installed_soc() if self.soc == "auto" else self.soc
-        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge")
+        cann = installed_cann() if self.cann == "auto" else self.cann
+        tried_on = "npu" if device == "npu" else ""
+        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann, tried_on)
 
     @property
     def cache_dtype(self) -> torch.dtype | None:
@@ -191,6 +195,19 @@ def installed_soc() -> str:
     """Name of this machine's Ascend chip; the default one if there is none."""
     module = getattr(torch, "npu", None)
     return str(module.get_device_name()) if module is not None and module.is_available() else DEFAULT_SOC
+
+
+def installed_cann() -> str:
+    """Version of this machine's CANN toolkit.
+
+    Where it does not say: the first release whose limits are known if there is a device, which must not be given a
+    call that it may not take, else the last one.
+    """
+    version = toolkit_version(toolkit_folder(os.environ))
+    if version is not None:
+        return version
+    module = getattr(torch, "npu", None)
+    return OLDEST_CANN if module is not None and module.is_available() else NEWEST_CANN
 
 
 def _one_of(option: str, given: object, allowed: Sequence[Any], remedy: str = "one of them") -> None:

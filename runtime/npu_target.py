@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +21,12 @@ class Product(Enum):
 GRAPH_MODES = ("ge", "aclgraph")
 DEFAULT_SOC = "Ascend910B3"
 DEFAULT_BLOCK_SIZE = 128
+OLDEST_CANN, NEWEST_CANN = "8.3", "9.1"
+"""The first and the last release of CANN whose limits are known.
+
+A machine without CANN, where nothing runs on a device, lowers for the last, which the supported torch_npu are
+released for; a device whose CANN does not say its version gets the limits of the first.
+"""
 
 
 @dataclass(frozen=True)
@@ -31,16 +38,20 @@ class NpuTarget:
         block_size: tokens per block of the KV cache; operators bake it in.
         graph_mode: "ge", where torchair builds a graph of dense tensors; "aclgraph", where the calls are captured
             as they are and tensors keep their strides.
+        cann: version of the CANN toolkit, such as ``9.1`` or ``9.1.0``; it decides which forms operators take.
+        tried_on: a device on which each form of attention runs once before a graph has it, "npu"; "" tries none.
         float32_as: the dtype that float32 tensors count as when calls are held against the limits. For comparing
             numbers on a CPU in full precision; None on a device.
 
     Raises:
-        ValueError: an unknown chip or graph mode, or a block size that is not positive.
+        ValueError: an unknown chip or graph mode, no version of CANN, or a block size that is not positive.
     """
 
     soc: str = DEFAULT_SOC
     block_size: int = DEFAULT_BLOCK_SIZE
     graph_mode: str = "ge"
+    cann: str = NEWEST_CANN
+    tried_on: str = ""
     float32_as: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -49,12 +60,20 @@ class NpuTarget:
             raise ValueError(f"soc={self.soc!r} is not a known Ascend chip; it must be one of {known}")
         if self.graph_mode not in GRAPH_MODES:
             raise ValueError(f"graph_mode={self.graph_mode!r} is not one of {', '.join(map(repr, GRAPH_MODES))}")
+        if not re.match(r"\d+\.\d+(\.|$)", self.cann):
+            raise ValueError(f"cann={self.cann!r} is no version of CANN; give its release, such as {NEWEST_CANN!r}")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} is below 1; Ascend's attention reads 128 fastest")
 
     @property
     def product(self) -> Product:
         return next(product for product in Product if self.soc.startswith(product.value))
+
+    @property
+    def cann_release(self) -> tuple[int, int]:
+        """Major and minor number of the CANN toolkit, to be compared."""
+        major, minor = self.cann.split(".")[:2]
+        return int(major), int(minor)
 
     def counted(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that limits are checked with."""

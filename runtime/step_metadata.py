@@ -13,6 +13,8 @@ from .window_blocks import WINDOW_LENS, window_lens
 
 GROUP_FIELDS = ("slot_mapping", "block_table")
 """Fields that every group of layers has its own of."""
+PADDED_FIELDS = ("padded_tokens", "row_of_token")
+"""Fields that say where tokens of sequences padded to one length are; the least length may follow the name."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,8 @@ class StepMetadata:
         g.
 
         Where all groups lie in the same blocks, ``groups`` may be empty. A table of ``state_tables`` has the number
-        of taps, or of a chunk's tokens, behind its name; ``window_lens_b_w`` are the ``window_lens`` of blocks of b
-        tokens and a window of w.
+        of taps, or of a chunk's tokens, behind its name, and a field of ``PADDED_FIELDS`` the least length that
+        sequences are padded to; ``window_lens_b_w`` are the ``window_lens`` of blocks of b tokens and a window of w.
         """
         if name.startswith(WINDOW_LENS):
             _, block_size, window = name.rsplit("_", 2)
@@ -66,6 +68,8 @@ class StepMetadata:
         base, _, number = name.rpartition("_")
         if base in STATE_TABLES and number.isdigit():
             return self._table(base, int(number))
+        if base in PADDED_FIELDS and number.isdigit():
+            return self._padded_to(int(number))[PADDED_FIELDS.index(base)]
         if base not in GROUP_FIELDS or not number.isdigit():
             return getattr(self, name)
         if not self.groups:
@@ -87,23 +91,33 @@ class StepMetadata:
         """``seq_lens`` on the host."""
         return self.seq_lens.tolist()  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def padded_tokens(self) -> torch.Tensor:
         """``[S, M]`` int64: index in the step of each sequence's tokens; M is the most that a sequence has, shorter
         ones repeat their first one."""
-        starts = self.query_start_loc[:-1].long()
-        counts = self.query_start_loc[1:].long() - starts
-        at = torch.arange(max(1, int(counts.max())), device=starts.device).expand(len(starts), -1)
-        return starts[:, None].clamp(max=self.slot_mapping.shape[0] - 1) + at.where(at < counts[:, None], 0)
+        return self._padded_to(1)[0]
 
-    @cached_property
+    @property
     def row_of_token(self) -> torch.Tensor:
         """``[T]`` int64: where each token of the step stands in ``padded_tokens``, flattened."""
-        starts = self.query_start_loc[:-1].long()
-        counts = self.query_start_loc[1:].long() - starts
-        width = self.padded_tokens.shape[1]
-        sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
-        return sequence * width + torch.arange(len(sequence), device=starts.device) - starts[sequence]
+        return self._padded_to(1)[1]
+
+    def _padded_to(self, least: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``padded_tokens`` with M at least ``least``, and where each token stands in it; made once for a step."""
+        if least not in self._padded:
+            starts = self.query_start_loc[:-1].long()
+            counts = self.query_start_loc[1:].long() - starts
+            width = max(least, int(counts.max()))
+            at = torch.arange(width, device=starts.device).expand(len(starts), -1)
+            padded = starts[:, None].clamp(max=self.slot_mapping.shape[0] - 1) + at.where(at < counts[:, None], 0)
+            sequence = torch.repeat_interleave(torch.arange(len(starts), device=starts.device), counts)
+            row = sequence * width + torch.arange(len(sequence), device=starts.device) - starts[sequence]
+            self._padded[least] = padded, row
+        return self._padded[least]
+
+    @cached_property
+    def _padded(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        return {}
 
     @cached_property
     def _tables(self) -> dict[tuple[str, int], dict[str, torch.Tensor]]:

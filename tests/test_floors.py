@@ -53,7 +53,7 @@ FLOORS = {
         *(
             "npu_errors",
             "__init__ autocast blocks memory option phases private_folder processors shown step_metadata token_bytes",
-            "control_group npu_target state_tables window_blocks",
+            "cann_toolkit control_group npu_target state_tables window_blocks",
         ),
     ),
     "serving": (

@@ -227,6 +227,8 @@ class Sizes:
         for node in traced.placeholders:
             tensor = value(node)
             numbers = (blocks,) if is_cache_input(node.name) else known.get(step_field(node), ())
+            if step_field(node) == "padded_tokens" and node.name[-1].isdigit():  # a least length follows the name
+                numbers = 1, max(step.tokens, int(node.name.rpartition("_")[2]))
             if step_field(node) in CHUNK_TABLES:
                 numbers = _chunk_sizes(step_field(node), int(node.name.rpartition("_")[2]), step.tokens)
             if isinstance(tensor, torch.Tensor):

@@ -56,7 +56,7 @@ class InspectOptions(PassOptions):
 
 
 _INSPECT_PANELS = (
-    ("", f"target soc context torchair schedule html json_file layer verify opt_level {_COMPILING}"),
+    ("", f"target soc cann context torchair schedule html json_file layer verify opt_level {_COMPILING}"),
     ("Engine", "quantization kv_cache_dtype"),
 )
 

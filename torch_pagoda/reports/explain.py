@@ -153,7 +153,8 @@ def explain(
         unfit = why_not_static(decode)
         plan = schedule_plan(decode, representatives, chip(soc), soc, context) if schedule else None
         size, advice = after.npu.block_size, report.dtype_advice
-        explanation.npu = NpuReport(soc, chip(soc), size, dtype, routes, graph, least, unfit, plan, advice)
+        cann = after.npu.cann
+        explanation.npu = NpuReport(soc, chip(soc), size, dtype, routes, graph, least, unfit, plan, advice, cann)
     return explanation
 
 

@@ -15,7 +15,7 @@ def heading(found: Findings) -> list[tuple[str, Styled]]:
     """Lines above all tables, each with its name."""
     verdict = found.verdict
     bad = bool(found.refused) or (verdict is not None and not verdict.ok)
-    soc = "" if found.npu is None else f" ({found.npu.soc})"
+    soc = "" if found.npu is None else f" ({found.npu.soc}, CANN {found.npu.cann})"
     copies = found.target_graph.cache_copies
     times = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found.seconds.items())
     return [

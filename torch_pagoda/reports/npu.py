@@ -98,6 +98,7 @@ class NpuReport:
         schedule: plan of a second stream, early fetches and fused launches; None if not requested.
         no_static_decode: reason why decode steps have no static graphs on the graph engine; "" if they can.
         dtype_advice: see ``CompileReport``.
+        cann: version of the CANN toolkit that it was lowered for.
     """
 
     soc: str
@@ -110,11 +111,13 @@ class NpuReport:
     no_static_decode: str = ""
     schedule: SchedulePlan | None = None
     dtype_advice: str = ""
+    cann: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Ready for ``json.dump``."""
         return {
             "soc": self.soc,
+            "cann": self.cann,
             "chip": None if self.chip is None else {**asdict(self.chip), "peak": self.chip.peak},
             "block_size": self.block_size,
             "dtype": self.dtype,

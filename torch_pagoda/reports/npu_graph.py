@@ -131,6 +131,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 kind=f"{kind.__module__}:{kind.__name__}",
                 dtype=str(model.dtype).removeprefix("torch."),
                 soc=options.npu_target().soc,
+                cann=options.npu_target().cann,
                 block_size=options.block_size,
                 opt_level=options.opt_level,
                 passes={name: list(names) for name, names in options.passes.items()},
@@ -167,6 +168,7 @@ def convert_configuration(
     kind: str,
     dtype: str,
     soc: str,
+    cann: str,
     block_size: int,
     opt_level: int,
     passes: Mapping[str, Sequence[str]],
@@ -183,7 +185,7 @@ def convert_configuration(
         folder: folder with the config.json.
         kind: the model's class, ``module:name``.
         dtype: dtype of its weights, ``bfloat16``.
-        soc, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
+        soc, cann, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
             ``CompileOptions``.
         formats: formats of its stored weights.
         marks: per decoder layer, what distinguishes it in addition to its configuration; () for nothing.
@@ -212,6 +214,7 @@ def convert_configuration(
         codegen="none",
         target="npu",
         soc=soc,
+        cann=cann,
         block_size=block_size,
         quantization=quantization,
         group_size=group_size,

@@ -107,10 +107,10 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         bounds = packed_bounds(call.names["query_lengths"], call.query_lengths, tokens)
         spans = list(pairwise(bounds))
     else:
-        # With one query per sequence the operator ignores the list.
-        given = None if tokens == 1 else call.query_lengths
         name = call.names.get("query_lengths", "query")
-        spans = [(0, length) for length in batch_lengths(name, given, query.shape[0], tokens)]
+        spans = [(0, length) for length in batch_lengths(name, call.query_lengths, query.shape[0], tokens)]
+        if tokens == 1 and call.query_rope is None and any(end != 1 for _, end in spans):
+            raise ValueError(f"{name} is {call.query_lengths}; input_layout {layout.name!r} with S = 1 ignores it")
     sequences = len(spans)
     reader = _Reader(call, layout, kv_heads, sequences)
     hidden = _hidden_pairs(call, layout, sequences, tokens, reader.capacity)
@@ -276,9 +276,7 @@ def _hidden_pairs(
     call: AttentionCall, layout: Layout, sequences: int, query_size: int, kv_size: int
 ) -> torch.Tensor | None:
     if call.sparse_mode in (2, 3, 4):
-        single = not layout.packed and query_size == 1 and call.query_rope is None
-        if not single or call.atten_mask is not None:
-            check_compressed_mask(call.atten_mask, call.sparse_mode)
+        check_compressed_mask(call.atten_mask, call.sparse_mode)
         return None
     if call.atten_mask is None:
         if call.sparse_mode == 1:

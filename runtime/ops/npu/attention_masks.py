@@ -46,7 +46,8 @@ def check_full_mask(mask: torch.Tensor, batch: int, query_size: int, kv_size: in
     """``mask`` of ``sparse_mode`` 0 or 1 as ``[1 or B, rows, columns]`` of bool, True for hidden pairs.
 
     Args:
-        mask: (1, S, KS), (B, 1, S, KS), (1, 1, S, KS), (S, KS), or (B, KS) when S is 1; S and KS may be padded.
+        mask: (1, S, KS), (B, 1, S, KS), (1, 1, S, KS), (S, KS), or (B, KS) when S is 1; S may be filled up to a
+            multiple of 32, KS as far as it goes (``atten_mask`` in op-plugin's documents of the operator).
         batch: B.
         query_size: S of the query tensor.
         kv_size: KS of the key tensor, or what the block table can hold.
@@ -55,13 +56,14 @@ def check_full_mask(mask: torch.Tensor, batch: int, query_size: int, kv_size: in
         ValueError: another shape or dtype.
     """
     _check_dtype(mask)
-    if mask.dim() == 2 and query_size == 1 and mask.shape[0] == batch:
-        rows = mask[:, None]
+    if mask.dim() == 2 and query_size == 1:
+        rows = mask[:, None] if mask.shape[0] == batch else mask[None][:0]
     elif mask.dim() in (2, 3, 4) and all(size == 1 for size in mask.shape[:-2][1:]):
         rows = mask.reshape(-1, *mask.shape[-2:])
     else:
         rows = mask[None][:0]
-    if rows.dim() != 3 or len(rows) not in (1, batch) or rows.shape[1] < query_size or rows.shape[2] < kv_size:
+    fits = rows.dim() == 3 and len(rows) in (1, batch) and rows.shape[2] >= kv_size
+    if not fits or not query_size <= rows.shape[1] <= -(-query_size // 32) * 32:
         raise ValueError(
             f"atten_mask has shape {tuple(mask.shape)}; with sparse_mode 0 or 1 it must cover {query_size} queries "
             f"and {kv_size} keys: ({query_size}, {kv_size}), (1, …), (1, 1, …) or ({batch}, 1, …)"

@@ -6,17 +6,13 @@ import re
 import sys
 from collections.abc import Iterator
 
+from ...runtime.cann_toolkit import CANN_VARIABLES, toolkit_folder, toolkit_version, version_in
 from .compatibility import CANN_OF_TORCH_NPU, DRIVERS_OF_CANN, PYTHONS, SOURCES, release
 from .finding import Finding, ok, problem, unknown
 from .system import System, plain
 
 __all__ = ["cann", "cann_version", "driver", "environment", "firmware", "imports", "python", "torch_npu"]
 
-_VERSION = re.compile(r"^\s*version\s*=\s*\[?([\w.]{1,40})", re.IGNORECASE | re.MULTILINE)
-_NUMBERED = re.compile(r"\d+(\.\w+){1,4}")
-# Where CANN lies by default, for root and for a user; 9.x calls the folder cann, older ones ascend-toolkit/latest.
-_CANN = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
-_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _DRIVER = "/usr/local/Ascend/driver"
 _ASK = (
     "import json, torch, torch_npu\n"
@@ -56,27 +52,12 @@ def torch_npu(system: System) -> Iterator[Finding]:
 
 def cann_folder(system: System) -> str | None:
     """The folder of CANN: the sourced one, else one of the usual paths."""
-    home = system.environment.get("HOME", "/root")
-    usual = (*_CANN, f"{home}/Ascend/cann", f"{home}/Ascend/ascend-toolkit/latest")
-    named = [system.environment.get(name, "") for name in _VARIABLES]
-    folders = [folder for folder in (*named, *usual) if folder.startswith("/") and "\0" not in folder]
-    return next((folder for folder in folders if system.path(folder).is_dir()), None)
+    return toolkit_folder(system.environment, lambda folder: system.path(folder).is_dir())
 
 
 def cann_version(system: System) -> str | None:
     """The version of CANN's toolkit, from its installer's file."""
-    folder = cann_folder(system)
-    if folder is None:
-        return None
-    for name in (
-        f"{system.machine}-linux/ascend_toolkit_install.info",
-        "ascend_toolkit_install.info",
-        "version.info",
-    ):
-        version = _version(system.read(f"{folder}/{name}"))
-        if version is not None:
-            return version
-    return None
+    return toolkit_version(cann_folder(system), system.read, system.machine)
 
 
 def cann(system: System) -> Iterator[Finding]:
@@ -111,10 +92,10 @@ def cann(system: System) -> Iterator[Finding]:
 def environment(system: System) -> Iterator[Finding]:
     """Check that CANN's set_env.sh was sourced in the shell that started the process."""
     folder = cann_folder(system)
-    named = next((system.environment[name] for name in _VARIABLES if system.environment.get(name)), None)
+    named = next((system.environment[name] for name in CANN_VARIABLES if system.environment.get(name)), None)
     script = "set_env.sh" if folder is None else f"{plain(folder)}/set_env.sh"
     if named is None:
-        yield problem("environment", f"{' and '.join(_VARIABLES)} are not set", f"source {script}")
+        yield problem("environment", f"{' and '.join(CANN_VARIABLES)} are not set", f"source {script}")
     elif folder is None or not system.path(named).is_dir():
         yield problem("environment", f"{plain(named)} does not exist", f"source {script} of the installed CANN")
     elif not any(part.startswith(named) for part in system.environment.get("LD_LIBRARY_PATH", "").split(":") if part):
@@ -126,7 +107,7 @@ def environment(system: System) -> Iterator[Finding]:
 
 def driver(system: System) -> Iterator[Finding]:
     """Check that the driver is installed and compatible with CANN."""
-    version = _version(system.read(f"{_DRIVER}/version.info"))
+    version = version_in(system.read(f"{_DRIVER}/version.info"))
     if version is None:
         if system.path(_DRIVER).is_dir():
             yield unknown("driver", f"{_DRIVER}/version.info states no version", "see npu-smi info")
@@ -158,7 +139,7 @@ def driver(system: System) -> Iterator[Finding]:
 
 def firmware(system: System) -> Iterator[Finding]:
     """Report the firmware's version; no known vendor table compares it."""
-    version = _version(system.read("/usr/local/Ascend/firmware/version.info"))
+    version = version_in(system.read("/usr/local/Ascend/firmware/version.info"))
     if version is None:
         yield unknown("firmware", "its version is not readable, as in most containers", "check it on the host")
     else:
@@ -182,11 +163,6 @@ def imports(system: System) -> Iterator[Finding]:
         yield problem("import torch_npu", "torch_npu sees no device", "see the lines 'devices' below")
     else:
         yield ok("import torch_npu", f"torch_npu sees {count[1]} device{'s' if count[1] != '1' else ''}")
-
-
-def _version(text: str | None) -> str | None:
-    found = _VERSION.search(text) if text else None
-    return found[1] if found and _NUMBERED.fullmatch(found[1]) else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:

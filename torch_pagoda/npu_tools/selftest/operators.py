@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from ...compiler import UnsupportedModel
 from ...compiler.capture.trace import Captured, capture
 from ...compiler.link.linker import link
-from ...compiler.options import CompileOptions
+from ...compiler.options import CompileOptions, installed_cann
 from ...compiler.pipeline import run_pipeline
 from ...compiler.report import CompileReport, first_line
 from ...compiler.targets.npu.decode_steps import StepKinds
@@ -104,7 +104,7 @@ def _refused(reason: str, progress: Progress) -> dict[str, Any]:
 
 def _lowered(captured: Captured, asked: Asked, soc: str, mode: str) -> TracedGraph:
     """A lowered graph of the model, with its weights."""
-    captured.traced.npu = NpuTarget(soc, asked.block_size, mode)
+    captured.traced.npu = NpuTarget(soc, asked.block_size, mode, installed_cann())
     options = CompileOptions(target="npu", codegen="none", verify="off", soc=soc, **asked.options)
     traced = run_pipeline(captured, options, None, CompileReport("selftest"))
     prepare_weights(traced, fractal_nz=False, release=False)

@@ -37,7 +37,7 @@ def bytes_per_decoded_token(heads: Heads, route: str, context: int = _CONTEXT, i
     Args:
         heads: of the layer.
         route: "TND", "TND padded" (heads filled up to 128 dims, in the caches too) or "BSH" (queries and results
-            copied into padded sequences and back).
+            copied into sequences padded to two tokens and back).
         context: tokens in the cache.
         itemsize: bytes of an element.
 
@@ -51,7 +51,7 @@ def bytes_per_decoded_token(heads: Heads, route: str, context: int = _CONTEXT, i
         # Queries, keys and values are filled up, results cut back: each read and written once more.
         copies = 2 * (heads.heads * 2 + heads.kv_heads * 2) * _PADDED
     elif route == "BSH":
-        copies = 2 * heads.heads * (key_dim + value_dim)
+        copies = 3 * heads.heads * (key_dim + value_dim)  # a row read and two written, or two made and one taken
     elif route != "TND":
         raise ValueError(f"route={route!r} is not one of 'TND', 'TND padded', 'BSH'")
     cached = context * heads.kv_heads * (key_dim + value_dim)

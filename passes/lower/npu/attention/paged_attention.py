@@ -6,7 +6,8 @@ Becomes:
     npu_scatter_pa_kv_cache(k, v, key_cache, value_cache, slot_mapping, cache_mode="Norm")
     npu_fused_infer_attention_score(q, key_cache, value_cache, ...)      # _v2 where there are sinks
         TND: the tokens of all sequences one after the other, for prefill, chunked prefill and decode alike
-        TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads
+        TND with heads padded to 128, or BSH with sequences padded to the longest, where TND does not take the heads;
+        to two tokens at least, since masks and windows have no effect where there is one query per sequence
     or, where no form is legal (soft caps, ALiBi, chunks), the ATen operators of the formula over gathered blocks
 With int8 caches, which the kernel reads for one new token per sequence at most:
     k8, s = npu_dynamic_quant(k)                            # v likewise; or the ATen operators of its formula
@@ -31,7 +32,7 @@ from torch import fx
 from .....runtime.ops.attention.gathered_attention import gathered_attention
 from .....runtime.ops.attention.int8_rows import quantize_rows
 from .....runtime.ops.npu.limits import violations
-from .....runtime.ops.npu.limits.attention import MASK_SIZE, UNLIMITED
+from .....runtime.ops.npu.limits.attention import MASK_SIZE
 from ....graph.attention_node import PAGED_ATTENTION, PagedAttentionCall
 from ....graph.fx_nodes import cache_index, callee, shape, value
 from ....graph.record import PassRecord
@@ -39,12 +40,13 @@ from ....graph.traced import TracedGraph, UnsupportedModel
 from ..call import Call
 from ..sink_transposes import transposes_heads
 from ..site import Site, lower_each
+from .attention_form import LEAST_QUERIES, AttentionForm
+from .attention_probe import why_wrong
 from .attention_routes import Heads, routes_by_traffic
 from .cache_rows import block_and_offset, write_rows
 from .decode_attention import note_decoded, why_not_decoded
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
-_CAUSAL, _BAND = 3, 4
 GATHERED = "gathered"
 DECODED = "gathered, by the kernel at decode"
 
@@ -110,7 +112,7 @@ class _PagedAttention:
         elif route == "BSH":
             rows = self._padded_sequences()
         else:
-            rows = self._tokens(self._stored_heads(route))
+            rows = self._tokens(route)
         return self.traced.call(_aten.reshape.default, rows, [1, -1, self.heads.heads, self.heads.value_dim])
 
     def _stored_heads(self, route: str) -> Heads:
@@ -134,7 +136,10 @@ class _PagedAttention:
             self.site.refuse(self._kernel_name, f"{only}: decode steps can run by it, all others run by the formula")
             return DECODED
         for route in routes_by_traffic(self.heads, sinks=self.sinks is not None):
-            reasons = violations(self._imagined(route))
+            form, tried_on = self._form(route), self.site.target.tried_on
+            reasons = violations(self._imagined(form))
+            if not reasons and tried_on:
+                reasons = list(filter(None, [why_wrong(form, tried_on)]))
             if not reasons:
                 return route
             self.site.refuse(f"{self._kernel_name} {route}", "; ".join(reasons))
@@ -144,58 +149,24 @@ class _PagedAttention:
     def _kernel_name(self) -> str:
         return "npu.npu_fused_infer_attention_score" + ("" if self.sinks is None else "_v2")
 
-    def _imagined(self, route: str) -> Call:
-        """The kernel's call on tensors of the shapes that the route would give it."""
-        stored, size = self._stored_heads(route), self.site.target.block_size
+    def _form(self, route: str) -> AttentionForm:
+        layout, has_sinks = "BSH" if route == "BSH" else "TND", self.sinks is not None
+        size, dtype = self.site.target.block_size, value(self.query).dtype
+        return AttentionForm(
+            layout, self._stored_heads(route), self.scale, self.sliding_window, size, dtype, has_sinks
+        )
+
+    def _imagined(self, form: AttentionForm) -> Call:
+        """The kernel's call on tensors of the shapes that the form would give it."""
         like = value(self.query)
         tokens, sequences = like.shape[2], value(self.block_table).shape[0]
         with self.traced.fake_mode:
-            blocks = [
-                like.new_empty(value(self.key_cache).shape[0], size, stored.kv_heads * dim)
-                for dim in (stored.key_dim, stored.value_dim)
-            ]
-            if route == "BSH":
-                query = like.new_empty(sequences, tokens, stored.heads * stored.key_dim)
-            else:
-                query = like.new_empty(tokens, stored.heads, stored.key_dim)
-            sinks = None if self.sinks is None else like.new_empty(stored.heads)
+            blocks = [like.new_empty(shape) for shape in form.cache_shapes(value(self.key_cache).shape[0])]
+            query = like.new_empty(form.query_shape(sequences, tokens))
+            sinks = None if self.sinks is None else like.new_empty(form.heads.heads)
             mask = torch.empty(MASK_SIZE, MASK_SIZE, dtype=torch.int8)
-        overload, kwargs = self._arguments("BSH" if route == "BSH" else "TND", [1], [1], sinks, mask)
+        overload, kwargs = form.call([1], [1], self.block_table, mask, sinks)
         return Call.make(overload, self.site.target, query, *blocks, **kwargs)
-
-    def _arguments(
-        self, layout: str, query_lens: Any, kv_lens: Any, sinks: Any, mask: Any
-    ) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
-        """The kernel and its arguments but query, key and value."""
-        window = self.sliding_window
-        common: dict[str, Any] = {
-            "atten_mask": mask,
-            "block_table": self.block_table,
-            "num_key_value_heads": self.heads.kv_heads,
-            "input_layout": layout,
-            "sparse_mode": _BAND if window else _CAUSAL,
-            # The band starts that many keys before the query's own.
-            "pre_tokens": window - 1 if window else UNLIMITED,
-            "next_tokens": 0 if window else UNLIMITED,
-            "block_size": self.site.target.block_size,
-            "inner_precise": 0,
-        }
-        if sinks is None:
-            return _npu.npu_fused_infer_attention_score.default, {
-                **common,
-                "actual_seq_lengths": query_lens,
-                "actual_seq_lengths_kv": kv_lens,
-                "num_heads": self.heads.heads,
-                "scale": self.scale,
-            }
-        return _npu.npu_fused_infer_attention_score_v2.default, {
-            **common,
-            "actual_seq_qlen": query_lens,
-            "actual_seq_kvlen": kv_lens,
-            "learnable_sink": sinks,
-            "num_query_heads": self.heads.heads,
-            "softmax_scale": self.scale,
-        }
 
     def _by_token(self, node: fx.Node, dim: int) -> fx.Node:
         """``[1, H, T, D]`` as ``[T, H, dim]``, heads filled up with zeros."""
@@ -254,35 +225,37 @@ class _PagedAttention:
             remedy = "" if self.key_scale is None else "give kv_cache_dtype='auto'"
             write_rows(self.site, cache, place, rows, remedy)
 
-    def _tokens(self, stored: Heads) -> fx.Node:
+    def _tokens(self, route: str) -> fx.Node:
         """``[T, H, Dv]`` by the kernel in layout TND."""
+        stored = self._stored_heads(route)
         query = self._by_token(self.query, stored.key_dim)
-        rows = self._attend("TND", query, self.traced.step_input("query_ends"))
+        rows = self._attend(route, query, self.traced.step_input("query_ends"))
         if stored.value_dim > self.heads.value_dim:
             rows = self.site.aten(_aten.slice.Tensor, rows, -1, 0, self.heads.value_dim)
         return rows
 
     def _padded_sequences(self) -> fx.Node:
-        """``[T, H * Dv]`` by the kernel in layout BSH, sequences padded to the longest of the step."""
+        """``[T, H * Dv]`` by the kernel in layout BSH, sequences padded to the longest of the step and to two."""
         rows = self.traced.call(
             _aten.reshape.default,
             self._by_token(self.query, self.heads.key_dim),
             [-1, self.heads.heads * self.heads.key_dim],
         )
-        query = self.site.aten(_aten.index.Tensor, rows, [self.traced.step_input("padded_tokens")])
+        query = self.site.aten(_aten.index.Tensor, rows, [self.traced.step_input("padded_tokens", LEAST_QUERIES)])
         padded = self._attend("BSH", query, self.traced.step_input("query_lens"))
         rows = self.traced.call(_aten.reshape.default, padded, [-1, self.heads.heads * self.heads.value_dim])
-        return self.site.aten(_aten.index_select.default, rows, 0, self.traced.step_input("row_of_token"))
+        return self.site.aten(
+            _aten.index_select.default, rows, 0, self.traced.step_input("row_of_token", LEAST_QUERIES)
+        )
 
-    def _attend(self, layout: str, query: fx.Node, query_lens: fx.Node) -> fx.Node:
+    def _attend(self, route: str, query: fx.Node, query_lens: fx.Node) -> fx.Node:
         blocks = []
         for cache in (self.key_cache, self.value_cache):
             _, size, heads, dim = shape(cache)
             blocks.append(self.traced.call(_aten.reshape.default, cache, [-1, int(size), int(heads) * int(dim)]))
         sinks = None if self.sinks is None else self.site.cast(self.sinks, value(self.query).dtype)
-        overload, kwargs = self._arguments(
-            layout, query_lens, self.traced.step_input("kv_lens"), sinks, causal_mask(self.traced, self.query)
-        )
+        mask, kv_lens = causal_mask(self.traced, self.query), self.traced.step_input("kv_lens")
+        overload, kwargs = self._form(route).call(query_lens, kv_lens, self.block_table, mask, sinks)
         results = self.site.call(overload, query, *blocks, **kwargs)
         assert results is not None, self.site.refused
         return self.site.item(results, 0)

@@ -85,6 +85,7 @@ def _sizes(call: Call) -> AttentionSizes:
         sequences=sequences,
         keys=None if by_token else keys,
         int8=call.dtype("key") is torch.int8,
+        cann=call.target.cann_release,
     )
 
 
@@ -214,8 +215,11 @@ def _mask(call: Call) -> str:
         return f"a mask of its own is not for {layout}"
     if len(shape) == 4 and shape[1] != 1:
         return f"atten_mask is {shape}; one for all heads"
-    table = call.shape("block_table")
-    if not table or _query_tokens(call) != 1 or shape[-1] is None:
+    table, queries = call.shape("block_table"), _query_tokens(call)
+    rows = queries if len(shape) == 2 and queries == 1 else shape[-2]
+    if rows is not None and queries is not None and not queries <= rows <= -(-queries // 32) * 32:
+        return f"atten_mask is {shape} for {queries} queries a sequence; a row for each, filled up to 32 at most"
+    if not table or queries != 1 or shape[-1] is None:
         return ""
     # The second document has masks of one row for all sequences, too, but the vendor's tiling refuses them
     # (ops-transformer, ``incre_flash_attention_tiling_check.cpp``, ``ProcessAttenMask``).
@@ -223,6 +227,50 @@ def _mask(call: Call) -> str:
         return f"atten_mask is {shape} for {table[0]} sequences of one query; a row for each"
     if table[1] is not None and shape[-1] < table[1] * size:
         return f"atten_mask is {shape}; block_table has blocks of {table[1] * size} tokens"
+    return ""
+
+
+def _one_query(call: Call) -> str:
+    """Refuse what documents call invalid for one query per sequence without rope: ``sparse_mode``, ``pre_tokens``,
+    ``next_tokens`` and the lengths of queries (op-plugin and CANN's V3 and V4, parameters and "Q_S = 1").
+
+    CANN's tiling sets ``sparse_mode`` to 0 and keeps the mask (``FiaInfoParser::GetUpdateInfo``; the older kernel for
+    single queries does so, too), so that the compressed mask is read as one of the keys: its first row hides all but
+    the first. A full mask is what modes 0 and 1 read.
+    """
+    if _by_token(call) or _query_tokens(call) != 1 or call.is_given("query_rope"):
+        return ""
+    mode, remedy = call["sparse_mode"], "use TND, two rows of queries for each sequence, or a mask for the keys"
+    if mode not in (0, 1):
+        return (
+            f"sparse_mode is {mode}, which is invalid for one query per sequence in {call['input_layout']}; {remedy}"
+        )
+    if call.is_reference:
+        return ""  # which refuses windows and lengths where they would matter
+    for name, default in (("pre_tokens", UNLIMITED), ("next_tokens", UNLIMITED), ("query_lengths", None)):
+        if call[name] != default:
+            given_ = call.own(name)
+            return (
+                f"{given_} is given, which is invalid for one query per sequence in {call['input_layout']}; {remedy}"
+            )
+    return ""
+
+
+def _packed(call: Call) -> str:
+    """Limits of the packed layouts without latent heads (both documents, "TND"; V3 and V4, "MHA" and "GQA"): masks,
+    precision, and caches ``[blocks, tokens, heads * dim]`` alone."""
+    layout, mode, precise = call["input_layout"], call["sparse_mode"], call["inner_precise"]
+    if not _by_token(call) or LATENT_DIM in _head_dims(call):
+        return ""
+    is_mha, is_fp16 = call["heads"] == _kv_heads(call), call.dtype("query") is torch.float16
+    allowed = (0, 1) if is_mha and is_fp16 else (0,)
+    if precise not in allowed:
+        return f"inner_precise is {precise} in {layout}; {' or '.join(map(str, allowed))}"
+    if mode not in (0, 3, 4):
+        return f"sparse_mode is {mode} in {layout}; 0 without a mask, 3 or 4"
+    # The first version's document has [blocks, heads, tokens, dim] in its table of paging, too; no other one does.
+    if not call.is_reference and call["block_table"] is not None and len(call.shape("key")) != 3:
+        return f"a cache of {len(call.shape('key'))} dims in {layout}; [blocks, tokens, heads * dim]"
     return ""
 
 
@@ -257,8 +305,6 @@ def _stored(call: Call) -> str:
         )
     if call["query_rope"] is not None or call["pse_shift"] is not None:
         return "rope and biases beside int8 keys and values are not known"
-    if (mask_mode := call["sparse_mode"]) not in (0, 1):
-        return f"sparse_mode is {mask_mode}; it is ignored for one query per sequence: give a mask of its own"
     if len(modes) != 1 or not modes <= known:
         return f"antiquant modes {sorted(modes)} of int8 keys and values; one of {sorted(known)} for both"
     key = call.shape("key")
@@ -286,21 +332,6 @@ def _sink(call: Call) -> str:
     is_known = dtype is torch.bfloat16 or (call.is_reference and call.is_half(dtype) and dtype is call.dtype("query"))
     if not is_known or dtype is torch.float16 or call.shape("sinks") != (heads,):
         return f"learnable_sink is {call.shape('sinks')} {dtype}; ({heads},) torch.bfloat16"
-    return ""
-
-
-def _packed_without_groups(call: Call) -> str:
-    """Refuse in the second version as many KV heads as heads in the packed layouts."""
-    layout, mode, precise = call["input_layout"], call["sparse_mode"], call["inner_precise"]
-    if not _by_token(call) or call["heads"] != _kv_heads(call) or _head_dims(call)[0] == LATENT_DIM:
-        return ""
-    allowed = (0, 1) if call.dtype("query") is torch.float16 else (0,)
-    if precise not in allowed:
-        return f"inner_precise is {precise} without GQA in {layout}; {' or '.join(map(str, allowed))}"
-    if mode not in (0, 3, 4) or (mode == 0 and call["atten_mask"] is not None):
-        return f"sparse_mode is {mode} without GQA in {layout}; 0 without a mask, 3 or 4"
-    if call["block_table"] is not None and len(call.shape("key")) != 3:
-        return f"a cache of {len(call.shape('key'))} dims without GQA in {layout}; [blocks, tokens, heads * dim]"
     return ""
 
 
@@ -358,6 +389,8 @@ _RULES = (
     _blocks,
     lowered(_mask),
     in_reference(given("sparse_mode", 0, 1, 2, 3, 4, 9)),
+    _one_query,
+    _packed,
     _precision,
     _extents,
     dense(
@@ -378,7 +411,7 @@ LIMITS = {
         {"query": HALF, "block_table": INT32},
         alike=[("key", "value")],
         ranks=_RANKS,
-        rules=[*_RULES, _sink, lowered(_packed_without_groups)],
+        rules=[*_RULES, _sink],
     ),
     "npu_prompt_flash_attention": Limits(
         frozenset({A2, A3, INFERENCE}),

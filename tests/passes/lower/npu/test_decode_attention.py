@@ -289,7 +289,7 @@ def test_chips_whose_documents_name_scales_in_blocks(soc, mode):
         ({"atten_mask": torch.empty(3, 1, 1, 64)}, "must be bool, int8 or uint8"),
         (
             {"atten_mask": torch.empty(2048, 2048, dtype=torch.int8), "sparse_mode": 4},
-            "sparse_mode is 4; it is ignored",
+            "sparse_mode is 4, which is invalid",
         ),
         ({"pse_shift": torch.empty(3, 4, 1, 64, dtype=torch.bfloat16)}, "biases beside int8"),
     ],

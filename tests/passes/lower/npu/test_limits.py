@@ -66,9 +66,14 @@ def unpaged(**changes):
     return fia(key=empty(7, 2, 128), value=empty(7, 2, 128), **{"block_table": None, **changes})
 
 
-def decoding(blocks):
+def decoding(blocks=5, block_size=128, dim=128, **changes):
     """One query each of three sequences over that many blocks."""
-    return fia(layout="BSH", tokens=1, block_table=empty(3, blocks, dtype=torch.int32))
+    plain = {"atten_mask": None, "sparse_mode": 0, "actual_seq_lengths": None, **changes}
+    table = empty(3, blocks, dtype=torch.int32)
+    return fia(4, 2, dim, layout="BSH", tokens=1, block_size=block_size, block_table=table, **plain)
+
+
+OLD = NpuTarget(cann="8.5.0")
 
 
 def rope(layout, kv_heads):
@@ -76,6 +81,7 @@ def rope(layout, kv_heads):
     return {"query_rope": empty(*query), "key_rope": empty(9, 128, kv_heads * 64)}
 
 
+K16 = empty(9, 128, 512, dtype=F16)
 LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
 
 
@@ -86,7 +92,12 @@ LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
         fia(4, 4, 64),
         fia(4, 4, 192, 128),
         fia(4, 2, 64, layout="BSH"),
-        fia(4, 2, 64, layout="BSH", tokens=1, block_size=16),
+        fia(4, 2, 64),
+        fia(4, 2, 64, block_size=16),
+        *(fia(4, kv_heads, dim) for dim in (64, 80, 96, 192, 256) for kv_heads in (1, 4)),
+        fia(4, 2, 512, layout="BSH"),
+        fia(4, 2, 512, layout="BNSD"),
+        fia(4, 2, 64, second=True, learnable_sink=empty(4)),
         fia(4, 2, 96, layout="BNSD", block_size=256),
         fia(block_size=1024),
         fia(sparse_mode=4, pre_tokens=7, next_tokens=0),
@@ -97,10 +108,11 @@ LATENT = {"query_rope": empty(7, 4, 64), "key_rope": empty(9, 128, 64)}
         unpaged(actual_seq_lengths=[1] * 4096, actual_seq_lengths_kv=[1] * 4096),
         fia(layout="BSH", query=empty(65536, 7, 512)),
         decoding(2048),
+        decoding(block_size=16, dim=64),
         fia(layout="BSH", block_table=empty(3, 2049, dtype=torch.int32)),  # several queries may look further back
         fia(4, 2, 128, layout="BNSD", **rope("BNSD", 2)),
         fia(4, 4, 128, second=True),
-        fia(4, 2, 128, second=True, inner_precise=1),
+        fia(4, 4, 128, query=empty(7, 4, 128, dtype=F16), key=K16, value=K16, inner_precise=1),
         fia(4, 1, 512, layout="TND_NTD", **LATENT),
         fia(64, 1, 512, query_rope=empty(7, 64, 64), key_rope=empty(9, 128, 64)),
     ],
@@ -113,10 +125,14 @@ def test_legal_attention(call):
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (fia(4, 2, 64), "heads of 64 dims are not for GQA"),
-        (fia(4, 2, 96), "heads of (96, 96, 96) dims"),
-        (fia(4, 4, 192), "takes 128, 192 with values of 128"),
-        (fia(4, 4, 192, key=empty(7, 4, 192), value=empty(7, 4, 192), block_table=None), "192 with values of 128"),
+        (fia(4, 2, 64, target=OLD), "heads of (64, 64, 64) dims; TND takes 128, 192 with values of 128 and, without"),
+        (fia(4, 2, 96, target=OLD), "heads of (96, 96, 96) dims"),
+        (fia(4, 2, 256, target=OLD), "and TND more from CANN 9.0 on"),
+        (fia(4, 2, 512, layout="BSH", target=OLD), "from CANN 9.0 on"),
+        (fia(4, 4, 272), "any up to 256"),
+        (fia(4, 4, 192, 64), "192 with values of 128"),
+        (fia(4, 2, 96, block_size=256), "blocks of 256; multiples of 16 up to 128"),
+        (fia(4, 2, 96, layout="TND_NTD"), "TND_NTD takes 128"),
         (fia(4, 2, 120), "multiples of 16"),
         (fia(4, 2, 528, layout="BSH"), "at most 512"),
         (fia(4, 2, 128, 64, layout="BSH"), "values of 64 dims beside keys of 128"),
@@ -132,7 +148,11 @@ def test_legal_attention(call):
         (fia(block_size=8), "blocks of 8"),
         (fia(block_size=1040), "blocks of 1040"),
         (fia(layout="BSH", block_size=64), "128, 256, 384 or 512"),
-        (fia(layout="BSH", tokens=1, block_size=528), "up to 512"),
+        (decoding(block_size=528), "up to 512"),
+        (decoding(sparse_mode=3, atten_mask=MASK), "sparse_mode is 3, which is invalid for one query per sequence"),
+        (decoding(sparse_mode=4, atten_mask=MASK, pre_tokens=7), "sparse_mode is 4, which is invalid"),
+        (decoding(pre_tokens=7), "pre_tokens is given, which is invalid for one query per sequence in BSH"),
+        (decoding(actual_seq_lengths=[1, 1, 1]), "actual_seq_lengths is given, which is invalid for one query"),
         (fia(512, 512, 128), "more than 65535"),
         (fia(layout="BSH", block_size=128, key=empty(9, 2, 128, 128), value=empty(9, 2, 128, 128)), "not BSH"),
         (fia(key=empty(9, 64, 256)), "the cache has blocks of 64"),
@@ -163,9 +183,11 @@ def test_legal_attention(call):
         (fia(4, 1, 512, layout="NTD_TND", query=empty(4, 7, 512), **LATENT), "512 dims are not for NTD_TND"),
         (fia(4, 1, 512, softmax_lse_flag=True, **LATENT), "without the log-sum-exp"),
         (fia(4, 2, 128, layout="TND_NTD", **rope("TND", 2)), "128 dims is not for TND_NTD"),
-        (fia(4, 4, 128, second=True, inner_precise=1), "inner_precise is 1 without GQA in TND"),
-        (fia(4, 4, 128, second=True, sparse_mode=2), "sparse_mode is 2 without GQA"),
-        (fia(4, 4, second=True, key=empty(9, 4, 128, 128), value=empty(9, 4, 128, 128)), "4 dims without GQA"),
+        (fia(4, 4, inner_precise=1), "inner_precise is 1 in TND; 0"),
+        (fia(second=True, inner_precise=2), "inner_precise is 2 in TND; 0"),
+        (fia(4, 4, 128, second=True, sparse_mode=2), "sparse_mode is 2 in TND"),
+        (fia(sparse_mode=2), "sparse_mode is 2 in TND"),
+        (fia(4, 4, key=empty(9, 4, 128, 128), value=empty(9, 4, 128, 128)), "a cache of 4 dims in TND"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -9,12 +9,13 @@ from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.lower.npu.attention.attention_routes import Heads, bytes_per_decoded_token, routes_by_traffic
 from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from npu_graphs import AttentionGraph, assert_legal, operators, refusals
 
 FIA = "npu.npu_fused_infer_attention_score"
 STEPS = [[30, 1, 17], [1, 9, 0], [4, 20, 3], [1, 1, 1], [0, 1, 0]]
-SMALL = NpuTarget(block_size=16)
+SMALL, OLD = NpuTarget(block_size=16), NpuTarget(cann="8.5.0")
 
 
 def lowered(*shape, **kwargs):
@@ -49,8 +50,11 @@ def assert_same_numbers(graph, *shape, **kwargs):
         ((4, 4, 192, 128), {}, "TND"),
         ((4, 2, 128), {"sliding_window": 8}, "TND"),
         ((4, 2, 128), {"sinks": True}, "TND"),
-        ((4, 2, 64), {"sinks": True, "sliding_window": 5}, "TND"),  # heads padded to 128
-        ((4, 2, 48, 16), {}, "TND"),  # likewise: keys and values differ
+        ((4, 2, 64), {"sinks": True, "sliding_window": 5}, "TND"),
+        ((4, 1, 256), {"sliding_window": 9}, "TND"),
+        ((4, 4, 96), {"sliding_window": 9}, "TND"),
+        ((4, 2, 80), {}, "TND"),
+        ((4, 2, 48, 16), {}, "TND"),  # heads padded to 128: keys and values differ
     ],
     ids=str,
 )
@@ -62,18 +66,35 @@ def test_one_kernel_with_the_numbers_of_ours(shape, kwargs, layout):
     assert_same_numbers(graph, *shape, **kwargs)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 2, 80), (4, 2, 96), (4, 1, 256)])
-def test_heads_that_token_layouts_do_not_take_go_in_padded_sequences(heads, kv_heads, dim):
-    graph, record = lowered(heads, kv_heads, dim)
-    assert kernel(graph)["input_layout"] == "BSH"
-    assert kernel(graph)["block_size"] == 128
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (8, 2, 80), (4, 4, 96), (4, 1, 256), (4, 2, 512)])
+@pytest.mark.parametrize("window", [0, 9])
+def test_heads_that_token_layouts_do_not_take_go_in_padded_sequences(heads, kv_heads, dim, window):
+    target = NpuTarget() if dim == 512 else OLD
+    graph, record = lowered(heads, kv_heads, dim, target=target, sliding_window=window)
+    assert (kernel(graph)["input_layout"], kernel(graph)["block_size"]) == ("BSH", 128)
     assert graph.traced.caches[0].key_dim == dim
-    assert f"heads of {(dim,) * 3} dims" in refusals(record) or "heads of 64 dims" in refusals(record)
-    assert_same_numbers(graph, heads, kv_heads, dim)
+    assert f"heads of {512 if dim == 512 else (dim,) * 3} dims" in refusals(record)
+    assert_same_numbers(graph, heads, kv_heads, dim, sliding_window=window)
+
+
+def test_heads_of_512_dims_are_gathered_before_cann_9():
+    graph, record = lowered(4, 2, 512, target=OLD)
+    assert not any("infer_attention" in name for name in operators(graph.traced))
+    assert "from CANN 9.0 on" in refusals(record)
+
+
+def test_decode_steps_in_padded_sequences_have_two_rows_each(monkeypatch):
+    """For one row of queries the kernel reads neither a compressed mask nor a window: with it they are refused."""
+    graph, _ = lowered(4, 2, 64, target=OLD, sliding_window=9)
+    (padded,) = [node for node in graph.traced.placeholders if node.name.startswith("padded_tokens")]
+    assert padded.name == "padded_tokens_2"
+    monkeypatch.setattr(StepMetadata, "_padded_to", lambda step, least, made=StepMetadata._padded_to: made(step, 1))
+    with pytest.raises(ValueError, match="sparse_mode is 4, which is invalid for one query per sequence in BSH"):
+        graph.run(STEPS)
 
 
 def test_small_blocks_are_for_token_layouts_alone():
-    graph, record = lowered(4, 2, 64, target=SMALL)
+    graph, record = lowered(4, 2, 64, target=NpuTarget(block_size=16, cann="8.3"))
     assert kernel(graph)["input_layout"] == "TND"
     assert graph.traced.caches[0].key_dim == 128
     assert "blocks of 16" in refusals(record)
@@ -160,7 +181,7 @@ def test_routes_are_ordered_by_the_bytes_that_a_decoded_token_moves():
     llama = Heads(32, 8, 64, 64)
     moved = {route: bytes_per_decoded_token(llama, route, context=1000) for route in ("TND", "TND padded", "BSH")}
     assert moved["TND"] == 2 * (1000 * 8 * 128 + 32 * 128)
-    assert moved["BSH"] == moved["TND"] + 2 * 2 * 32 * 128
+    assert moved["BSH"] == moved["TND"] + 2 * 3 * 32 * 128
     assert moved["TND padded"] > 1.9 * moved["TND"]
     assert routes_by_traffic(llama, sinks=False) == ["TND", "BSH", "TND padded"]
     assert routes_by_traffic(llama, sinks=True) == ["TND", "TND padded"]

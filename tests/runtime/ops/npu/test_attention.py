@@ -275,15 +275,6 @@ def test_lengths_shorten_the_sequences_of_a_batch(assert_close):
     assert lse.shape == (2, HEADS, 4, 1)
 
 
-def test_query_lengths_mean_nothing_where_each_sequence_has_one_query(assert_close):
-    queries, keys, values = random_sequences([1, 1], [6, 6])
-    arguments = [laid_out(tensors, "BNSD") for tensors in (queries, keys, values)]
-    options = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS, "input_layout": "BNSD"}
-    plain, _ = npu.npu_fused_infer_attention_score(*arguments, **options)
-    given, _ = npu.npu_fused_infer_attention_score(*arguments, actual_seq_lengths=[0, 9], **options)
-    assert_close(given, plain)
-
-
 def test_queries_without_keys_give_zero():
     queries, keys, values = random_sequences([4, 2], [2, 0])
     result, lse = npu.npu_fused_infer_attention_score(
