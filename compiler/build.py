@@ -13,7 +13,7 @@ from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
-from ..passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ..passes.lower.npu.decode_graph import decode_graph_or_reason
 from ..runtime.npu_errors.device_lost import raise_if_lost
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase, timed

@@ -83,6 +83,26 @@ class StepMetadata:
         return self.query_start_loc.diff().tolist()  # type: ignore[no-any-return]
 
     @cached_property
+    def state_reads(self) -> list[int]:
+        """``state_read`` on the host; [] where the model keeps no state."""
+        return [] if self.state_read is None else self.state_read.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def token_state_read(self) -> torch.Tensor:
+        """``[T]`` int32: ``state_read`` of each token's sequence."""
+        return self._of_tokens(self.state_read)
+
+    @cached_property
+    def token_state_write(self) -> torch.Tensor:
+        """``[T]`` int32: ``state_write`` of each token's sequence."""
+        return self._of_tokens(self.state_write)
+
+    def _of_tokens(self, slots: torch.Tensor | None) -> torch.Tensor:
+        if slots is None:
+            raise ValueError("a model with state needs state_read and state_write; give both")
+        return torch.repeat_interleave(slots, self.query_start_loc.diff())
+
+    @cached_property
     def kv_lens(self) -> list[int]:
         """``seq_lens`` on the host."""
         return self.seq_lens.tolist()  # type: ignore[no-any-return]

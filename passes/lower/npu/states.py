@@ -25,13 +25,14 @@ from torch import fx
 
 from ....runtime.npu_target import Product
 from ....runtime.ops.npu.limits.states import MAX_RECURRENT_TOKENS
-from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence, normalized
+from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence
 from ....runtime.ops.state.chunked_scan import SCAN_CHUNK, chunked_scan
 from ....runtime.ops.state.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
 from ...graph.fx_nodes import shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
+from .decode_states import normalize, note_input, note_step, unit_gain
 from .site import Lowering, Site, lower_each
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
@@ -59,10 +60,12 @@ def _causal_conv1d(
     state_write: fx.Node,
 ) -> fx.Node:
     site.refuse("npu.npu_fused_causal_conv1d", _why_no_fused_convolution(site, weight, activation))
-    taps = int(shape(weight)[1])
-    tables = [site.traced.step_input(name, taps) for name in CONVOLUTION_TABLES]
-    given = (x, weight, bias, activation, state, state_read)
-    result, after = site.inline(gathered_causal_conv1d, *given, *tables)
+    traced = site.traced
+    tables = [traced.step_input(name, int(shape(weight)[1])) for name in CONVOLUTION_TABLES]
+    taps = site.inline(lambda w: w.t().to(torch.promote_types(w.dtype, torch.float32)).contiguous(), weight)
+    inputs = [note_input(traced, name, node) for name, node in (("x", x), ("taps", taps), ("bias", bias))]
+    result, after = site.inline(gathered_causal_conv1d, *inputs, activation, state, state_read, *tables)
+    note_step(traced, result, "causal_conv1d", activation=activation)
     _write(site, state, state_write, after)
     return result
 
@@ -80,15 +83,20 @@ def _linear_recurrence(
     *where: fx.Node,
 ) -> fx.Node:
     _, state_read, state_write = where
-    fused = _fused_delta_rule(site, query, key, val, log_decay, beta, scale, l2norm_eps, state, where)
+    traced, tensors = site.traced, {"query": query, "key": key, "value": val, "log_decay": log_decay, "beta": beta}
+    inputs = [note_input(traced, name, node) for name, node in tensors.items()]
+    if l2norm_eps is not None:  # the single-token form reads them, from inputs that all graphs share
+        unit_gain(traced, int(shape(key)[3]), scale), unit_gain(traced, int(shape(key)[3]), 1.0)
+    fused = _fused_delta_rule(site, *inputs, scale, l2norm_eps, state, where)  # type: ignore[arg-type]
     if fused is not None:
         result, after = fused
-        _write(site, state, state_write, site.cast(after, value(state).dtype))
-        return result
-    width = chunk_width(value(log_decay))
-    tables = [site.traced.step_input(name, width) for name in CHUNK_TABLES]
-    given = (query, key, val, log_decay, beta, scale, l2norm_eps, state, state_read)
-    result, after = site.inline(chunked_recurrence, *given, *tables)
+        after = site.cast(after, value(state).dtype)
+    else:
+        tables = [traced.step_input(name, chunk_width(value(log_decay))) for name in CHUNK_TABLES]
+        result, after = site.inline(
+            chunked_recurrence, *inputs, scale, l2norm_eps, state, state_read, *tables
+        )
+    note_step(traced, result, "linear_recurrence", scale=scale, l2norm_eps=l2norm_eps)
     _write(site, state, state_write, after)
     return result
 
@@ -115,11 +123,10 @@ def _fused_delta_rule(
         site.refuse(chunked, "it knows no decay of each key channel, or of a head for all tokens alike")
         return None
     dtype = value(val).dtype
-    q, k = site.inline(_normalized_rows, query, key, l2norm_eps, dtype)
     before, lens = site.inline(_started_states, state, dtype, *where[:2])
-    rows = [site.traced.call(_aten.select.int, x, 0, 0) for x in (val, site.cast(beta, dtype))]
-    decays = site.traced.call(_aten.select.int, site.cast(log_decay, torch.float32), 0, 0)
-    v, b, g = (site.dense(x) for x in (*rows, decays))
+    tensors = query, key, val, site.cast(beta, dtype), site.cast(log_decay, torch.float32)
+    rows = [site.dense(site.inline(lambda x: x.reshape(-1, *x.shape[2:]), x)) for x in tensors]
+    q, k, v, b, g = (*(normalize(site.traced, x, l2norm_eps, 1.0) for x in rows[:2]), *rows[2:])
     results = site.call(
         _npu.npu_chunk_gated_delta_rule.default,
         q,
@@ -135,15 +142,6 @@ def _fused_delta_rule(
         return None
     rows_out = site.traced.call(_aten.unsqueeze.default, site.item(results, 0), 0)
     return rows_out, site.item(results, 1)
-
-
-def _normalized_rows(
-    query: torch.Tensor, key: torch.Tensor, eps: float | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[1, T, Hk, N]`` as ``[T, Hk, N]``, normalized as the operator leaves to its callers."""
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k = (normalized(x[0].to(wide), eps).to(dtype).contiguous() for x in (query, key))
-    return q, k
 
 
 def _started_states(
@@ -167,7 +165,10 @@ def _selective_scan(
     state_write: fx.Node,
 ) -> fx.Node:
     tables = [site.traced.step_input(name, SCAN_CHUNK) for name in CHUNK_TABLES]
-    result, after = site.inline(chunked_scan, x, dt, A, B, C, round_state, state, state_read, *tables)
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    inputs = [note_input(site.traced, name, node) for name, node in tensors.items()]
+    result, after = site.inline(chunked_scan, *inputs, round_state, state, state_read, *tables)
+    note_step(site.traced, result, "selective_scan", round_state=round_state)
     _write(site, state, state_write, after)
     return result
 

@@ -21,7 +21,7 @@ from ...compiler.targets.npu.decode_steps import StepKinds
 from ...compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from ...compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
 from ...passes import TracedGraph
-from ...passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ...passes.lower.npu.decode_graph import decode_graph_or_reason
 from ...runtime.npu_target import GRAPH_MODES, NpuTarget
 from .device import Device
 from .model import Asked, load, open_device

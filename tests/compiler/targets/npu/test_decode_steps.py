@@ -37,7 +37,7 @@ from torch_pagoda.npu_tools.offline.decode_graphs import GraphCounts, counted_de
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.lower.npu.attention import decode_attention
-from torch_pagoda.passes.lower.npu.attention.decode_attention import decode_graph
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.requests.outputs import RequestOutput

@@ -7,6 +7,7 @@ import torch
 from state_graphs import StateGraph, step_of
 
 from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.passes.lower.npu.states import lower_npu_states
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.state.causal_conv1d import causal_conv1d
@@ -85,6 +86,46 @@ def test_a_delta_rule_where_calls_are_captured() -> None:
     (call,) = [n for n in graph.traced.graph.nodes if "chunk_gated" in str(n.target)]
     assert call.kwargs["scale"] == 0.25, "None would be 1"
     assert not set(graph.traced.step_inputs) & {f"{name}_64" for name in CHUNK_TABLES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "delta", "graph_mode"),
+    [
+        ("head", True, "ge"),
+        ("head", True, "aclgraph"),
+        ("channel", True, "ge"),
+        ("channel", False, "aclgraph"),
+        ("constant", False, "ge"),
+        ("scan", False, "aclgraph"),
+    ],
+)
+def test_a_step_of_one_token_per_sequence(kind: str, delta: bool, graph_mode: str) -> None:
+    """Many steps, each from slots that the one before wrote, or from snapshots that stay."""
+    target = NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)
+    graph = scan(target) if kind == "scan" else recurrence(kind, delta, target)
+    lower_npu_states(graph.traced)
+    other = StateGraph.__new__(StateGraph)
+    decoded = decode_graph(graph.traced)
+    assert decoded is not None
+    assert not [node for node in decoded.placeholders if node.users and node.name.startswith(CHUNK_TABLES)]
+    other.traced, other.given = decoded, graph.given
+    assert_legal(decoded)
+    assert operators(decoded).count("npu.npu_scatter_nd_update_") == 1
+    assert len(operators(decoded)) <= 20
+    spec = graph.traced.caches[0]
+    state = torch.randn(2 * TOKENS + 1, *spec.shape)
+    expected_state = state.clone()
+    starts, every = torch.arange(TOKENS + 1).int(), torch.arange(TOKENS).int()
+    for read, write in ((every, every), (every, every + TOKENS), (every + TOKENS, every)):
+        expected = graph.run(expected_state, starts, read, write)
+        torch.testing.assert_close(other.run(state, starts, read, write), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-5)
+
+
+def test_a_convolution_alone_has_no_graph_of_its_own() -> None:
+    graph = convolution()
+    lower_npu_states(graph.traced)
+    assert decode_graph(graph.traced) is None
 
 
 def test_half_precision_keeps_states_in_float32() -> None:
