@@ -140,7 +140,8 @@ class CompileOptions(Choices):
         """
         as_called = self.codegen == "aclgraph" or (self.codegen == "none" and device == "npu")
         soc = installed_soc() if self.soc == "auto" else self.soc
-        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge")
+        tried_on = "npu" if device == "npu" else ""
+        return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", tried_on=tried_on)
 
     @property
     def cache_dtype(self) -> torch.dtype | None:

@@ -31,6 +31,8 @@ class NpuTarget:
         block_size: tokens per block of the KV cache; operators bake it in.
         graph_mode: "ge", where torchair builds a graph of dense tensors; "aclgraph", where the calls are captured
             as they are and tensors keep their strides.
+        tried_on: a device on which operators whose documents leave a question run once before a graph has them,
+            "npu"; "" tries none.
         float32_as: the dtype that float32 tensors count as when calls are held against the limits. For comparing
             numbers on a CPU in full precision; None on a device.
 
@@ -41,6 +43,7 @@ class NpuTarget:
     soc: str = DEFAULT_SOC
     block_size: int = DEFAULT_BLOCK_SIZE
     graph_mode: str = "ge"
+    tried_on: str = ""
     float32_as: torch.dtype | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,8 @@ from .window_blocks import WINDOW_LENS, window_lens
 
 GROUP_FIELDS = ("slot_mapping", "block_table")
 """Fields that every group of layers has its own of."""
+TOKEN_FIELDS = ("token_state_read", "token_state_write", "token_ones", "token_places")
+"""Fields ``[T]`` int32 for steps of one token per sequence."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,16 @@ class StepMetadata:
     def token_state_write(self) -> torch.Tensor:
         """``[T]`` int32: ``state_write`` of each token's sequence."""
         return self._of_tokens(self.state_write)
+
+    @cached_property
+    def token_ones(self) -> torch.Tensor:
+        """``[T]`` int32 of ones: tokens of each sequence where it has one."""
+        return torch.ones_like(self.token_state_read)
+
+    @cached_property
+    def token_places(self) -> torch.Tensor:
+        """``[T]`` int32: 0, 1, 2, ..."""
+        return torch.arange(len(self.token_state_read), dtype=torch.int32)
 
     def _of_tokens(self, slots: torch.Tensor | None) -> torch.Tensor:
         if slots is None:

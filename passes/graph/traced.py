@@ -16,6 +16,7 @@ from ...runtime.npu_target import NpuTarget
 from ...runtime.ops.linear.quantized_weight import Quantization
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
+from ...runtime.step_metadata import TOKEN_FIELDS
 from ...runtime.window_blocks import WINDOW_LENS
 from .fx_nodes import cache_index, value
 from .notes import GraphNotes
@@ -247,13 +248,8 @@ class TracedGraph:
             "last_chunks": (torch.zeros(5, dtype=torch.int64, device=device), (0,)),
             "chunk_rows": (per_token, ()),
         }
-        of_tokens = {
-            "convolution_rows": ((group,), torch.int64),
-            "token_state_read": ((), torch.int32),
-            "token_state_write": ((), torch.int32),
-        }
-        if field in of_tokens:
-            sizes, dtype = of_tokens[field]
+        if field == "convolution_rows" or field in TOKEN_FIELDS:
+            sizes, dtype = ((), torch.int32) if field in TOKEN_FIELDS else ((group,), torch.int64)
             with self.fake_mode:
                 return self._new_step_input(name, field, torch.empty(tokens, *sizes, dtype=dtype, device=device))
         example, dynamic = examples[field]

@@ -25,14 +25,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....runtime.npu_target import NpuTarget
 from ....runtime.ops.npu.limits import violations
+from ....runtime.ops.npu.limits.states import NOT_IN_GE
 from ....runtime.ops.state.chunked_recurrence import normalized
 from ....runtime.ops.state.one_token import one_token_conv1d, one_token_recurrence, one_token_scan
 from ....runtime.ops.state.state_slots import compute_dtype
+from ....runtime.step_metadata import TOKEN_FIELDS
 from ...graph.custom_notes import custom_note, put_custom_note
 from ...graph.fx_nodes import cache_index, callee, shape, value
 from ...graph.traced import TracedGraph
 from .call import Call
+from .delta_rule_probe import why_wrong
 from .site import inline
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
@@ -59,7 +63,7 @@ def note_input(traced: TracedGraph, name: str, given: fx.Node | None) -> fx.Node
 def note_step(traced: TracedGraph, result: fx.Node, kind: str, **numbers: Any) -> None:
     """Note that ``result`` has a single-token form; the graph gets the inputs that this one reads, and that tell steps
     which have it from others."""
-    for field in ("query_lens", "state_reads", "token_state_read", "token_state_write"):
+    for field in ("query_lens", "state_reads", *TOKEN_FIELDS):
         traced.step_input(field)
     put_custom_note(result, STEP, {"operator": kind, **numbers})
 
@@ -80,6 +84,13 @@ def normalize(traced: TracedGraph, x: fx.Node, eps: float | None, scale: float) 
     if violations(Call.make(_npu.npu_rms_norm.default, traced.npu, *given)):
         return inline(traced, lambda rows: normalized(rows, eps) * scale, x)  # type: ignore[no-any-return]
     return traced.call(_getitem, traced.call(_npu.npu_rms_norm.default, *given), 0)
+
+
+def why_no_recurrent_operator(target: NpuTarget) -> str:
+    """The reason why no gated delta rule has the vendor's recurrent operator in decode steps; "" where some may."""
+    if target.graph_mode == "ge":
+        return NOT_IN_GE
+    return why_wrong("npu_recurrent_gated_delta_rule", target.tried_on) if target.tried_on else ""
 
 
 def decode_states(traced: TracedGraph) -> int:
@@ -122,11 +133,45 @@ def _recurrence(
     l2norm_eps: float | None,
 ) -> tuple[fx.Node, fx.Node]:
     val, beta = given["value"], given.get("beta")
-    query, key, rows = _wide_rows(traced, given)
+    fused = _recurrent_operator(traced, given, state, read, scale, l2norm_eps)
+    if fused is not None:
+        return fused
+    query, key, rows = _rows(traced, given, compute_dtype(value(val)))
     query, key = normalize(traced, query, l2norm_eps, scale), normalize(traced, key, l2norm_eps, 1.0)
     made, after = inline(traced, one_token_recurrence, query, key, rows, given["log_decay"], beta, state, read)
     result = inline(traced, lambda x: x.to(value(val).dtype)[None], made)
     return result, after
+
+
+def _recurrent_operator(
+    traced: TracedGraph,
+    given: dict[str, fx.Node],
+    state: fx.Node,
+    read: fx.Node,
+    scale: float,
+    l2norm_eps: float | None,
+) -> tuple[fx.Node, fx.Node] | None:
+    """The same by the vendor's operator; None where it is not legal, or the device computes it wrongly."""
+    target, overload = traced.npu, _npu.npu_recurrent_gated_delta_rule.default
+    decay, beta, val = given["log_decay"], given.get("beta"), given["value"]
+    assert target is not None
+    if beta is None or len(shape(decay)) != 3 or why_no_recurrent_operator(target):
+        return None
+    dtype = value(val).dtype
+    query, key, rows = _rows(traced, given, dtype)
+    q, k = (normalize(traced, x, l2norm_eps, 1.0) for x in (query, key))
+    b, g = (
+        inline(traced, lambda x, to: x.to(to).reshape(-1, x.shape[2]).contiguous(), x, to)
+        for x, to in ((beta, dtype), (decay, torch.float32))
+    )
+    before = traced.call(_aten.index_select.default, state, 0, read)
+    lens, every = (traced.step_input(name) for name in ("token_ones", "token_places"))
+    where = {"actual_seq_lengths": lens, "ssm_state_indices": every}
+    arguments = (q, k, rows, before), {"beta": b, "scale": scale, "g": g, **where}
+    if violations(Call.make(overload, target, *arguments[0], **arguments[1])):
+        return None
+    result = traced.call(overload, *arguments[0], **arguments[1])
+    return traced.call(_aten.unsqueeze.default, result, 0), before
 
 
 def _scan(
@@ -143,25 +188,25 @@ _FORMS: dict[str, Callable[..., tuple[fx.Node, fx.Node]]] = {
 }
 
 
-def _wide_rows(traced: TracedGraph, given: dict[str, fx.Node]) -> list[fx.Node]:
-    """Query, key and value as ``[T, H, N]`` in the dtype that is computed in.
+def _rows(traced: TracedGraph, given: dict[str, fx.Node], dtype: torch.dtype) -> list[fx.Node]:
+    """Query, key and value as ``[T, H, N]`` in one dtype.
 
-    Where they are the parts of one tensor, that one is widened as a whole.
+    Where they are the parts of one tensor, that one is widened as a whole, and where calls are captured cut into dense
+    parts in one launch.
     """
     nodes = [given[name] for name in ("query", "key", "value")]
-    wide = compute_dtype(value(given["value"]))
     sizes = [math.prod(map(int, shape(node)[2:])) for node in nodes]
-    whole = _whole_of_parts(nodes, sizes)
-    if whole is not None and value(whole).dtype is not wide:
-        split = _aten.split_with_sizes.default
-        if traced.npu is not None and traced.npu.graph_mode == "aclgraph":
-            split = _aten.split_with_sizes_copy.default
-        parts = traced.call(split, traced.call(_aten._to_copy.default, whole, dtype=wide), sizes, -1)
+    whole, is_captured = _whole_of_parts(nodes, sizes), traced.npu is not None and traced.npu.graph_mode == "aclgraph"
+    if whole is not None and (is_captured or value(whole).dtype is not dtype):
+        if value(whole).dtype is not dtype:
+            whole = traced.call(_aten._to_copy.default, whole, dtype=dtype)
+        split = _aten.split_with_sizes_copy.default if is_captured else _aten.split_with_sizes.default
+        parts = traced.call(split, whole, sizes, -1)
         nodes = [
             traced.call(_aten.reshape.default, traced.call(_getitem, parts, i), [1, -1, *map(int, shape(node)[2:])])
             for i, node in enumerate(nodes)
         ]
-    return [inline(traced, lambda x: x.to(wide).reshape(-1, *x.shape[2:]), node) for node in nodes]
+    return [inline(traced, lambda x: x.to(dtype).reshape(-1, *x.shape[2:]).contiguous(), node) for node in nodes]
 
 
 def _whole_of_parts(nodes: list[fx.Node], sizes: list[int]) -> fx.Node | None:

@@ -7,8 +7,9 @@ Becomes:
     before = index_select(state, state_read)          # zeros for sequences that begin
     y, after = ATen operators of (x, before)
     npu_scatter_nd_update_(state, state_write, after)
-or, for a gated delta rule in bfloat16 where calls are captured as they are or made one by one,
+or, for the prompts of a gated delta rule in bfloat16 where calls are captured as they are or made one by one,
     y, after = npu_chunk_gated_delta_rule(q, k, v, beta, initial_state=before, g=log_decay, ...)
+and steps of one token per sequence have forms of their own (``decode_states``).
 Why it is faster:
     only the slots of the step's sequences are read and written. The pool of states stays a whole graph input that is
     written once, where it lies.
@@ -24,19 +25,20 @@ import torch
 from torch import fx
 
 from ....runtime.npu_target import Product
-from ....runtime.ops.npu.limits.states import MAX_RECURRENT_TOKENS
 from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence
 from ....runtime.ops.state.chunked_scan import SCAN_CHUNK, chunked_scan
 from ....runtime.ops.state.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
-from ...graph.fx_nodes import shape, value
+from ...graph.fx_nodes import callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
-from .decode_states import normalize, note_input, note_step, unit_gain
+from .decode_states import normalize, note_input, note_step, unit_gain, why_no_recurrent_operator
+from .delta_rule_probe import why_wrong
 from .site import Lowering, Site, lower_each
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _FUSED_TAPS = 3
+_GATES = frozenset({"add.Tensor", "mul.Tensor", "softplus", "neg"})
 
 
 def lower_npu_states(traced: TracedGraph) -> PassRecord:
@@ -84,6 +86,7 @@ def _linear_recurrence(
 ) -> fx.Node:
     _, state_read, state_write = where
     traced, tensors = site.traced, {"query": query, "key": key, "value": val, "log_decay": log_decay, "beta": beta}
+    _widen_parameters(traced, log_decay)
     inputs = [note_input(traced, name, node) for name, node in tensors.items()]
     if l2norm_eps is not None:  # the single-token form reads them, from inputs that all graphs share
         unit_gain(traced, int(shape(key)[3]), scale), unit_gain(traced, int(shape(key)[3]), 1.0)
@@ -101,6 +104,22 @@ def _linear_recurrence(
     return result
 
 
+def _widen_parameters(traced: TracedGraph, node: fx.Node) -> None:
+    """Let sums and products on the way to ``node`` read parameters in the dtype of their results: that is computed
+    ahead, where graphs of GE would cast them in every step."""
+    while callee(node) in _GATES:
+        operands = node.all_input_nodes
+        for operand in operands:
+            if operand.name in traced.constants and value(operand).dtype is not value(node).dtype:
+                with traced.before(node):
+                    wide = traced.call(_aten._to_copy.default, operand, dtype=value(node).dtype)
+                node.replace_input_with(operand, wide)
+        others = [operand for operand in operands if operand.op == "call_function"]
+        if len(others) != 1:
+            return
+        (node,) = others
+
+
 def _fused_delta_rule(
     site: Site,
     query: fx.Node,
@@ -114,13 +133,17 @@ def _fused_delta_rule(
     where: tuple[fx.Node, ...],
 ) -> tuple[fx.Node, fx.Node] | None:
     """Results and states by the vendor's operator; None, with the reasons, where it is not legal."""
-    chunked, recurrent = "npu.npu_chunk_gated_delta_rule", "npu.npu_recurrent_gated_delta_rule"
+    chunked = "npu.npu_chunk_gated_delta_rule"
     if beta is None:
         site.refuse(chunked, "it is the delta rule, and this recurrence has no beta")
         return None
-    site.refuse(recurrent, f"a step's prompts have more than the {MAX_RECURRENT_TOKENS} tokens that it takes")
+    if reason := why_no_recurrent_operator(site.target):
+        site.refuse("npu.npu_recurrent_gated_delta_rule", reason)
     if len(shape(log_decay)) != 3:
         site.refuse(chunked, "it knows no decay of each key channel, or of a head for all tokens alike")
+        return None
+    if site.target.tried_on and (reason := why_wrong("npu_chunk_gated_delta_rule", site.target.tried_on)):
+        site.refuse(chunked, reason)
         return None
     dtype = value(val).dtype
     before, lens = site.inline(_started_states, state, dtype, *where[:2])
