@@ -78,8 +78,8 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
         note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are like them."
     if graph.other_steps is not None:
         note += (
-            " These are the kernels of decode steps. Steps with prompts run another graph, whose layers gather the "
-            f"blocks of int8 and launch up to {graph.other_steps}; columns but kernels are of that one."
+            " These are the kernels of decode steps. Steps with prompts run another graph, whose layers "
+            f"launch up to {graph.other_steps}; columns but kernels are of that one."
         )
     columns = ("layers!", "untouched#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)

@@ -85,7 +85,7 @@ def _activation(site: Site, x: fx.Node, kind: str) -> fx.Node | None:
 
 
 def _wide_gate(activation: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
-    """Gate and up, of 16 bits, and the node that rounds their product, where ``activation`` widens the gate for it."""
+    """Gate and up, of 16 bits, and the node that rounds their product, where ``activation`` widens the gate."""
     product = next(iter(activation.users))
     if callee(x) != "_to_copy" or len(activation.users) > 1 or callee(product) != "mul.Tensor":
         return None

@@ -61,8 +61,8 @@ def note_input(traced: TracedGraph, name: str, given: fx.Node | None) -> fx.Node
 
 
 def note_step(traced: TracedGraph, result: fx.Node, kind: str, **numbers: Any) -> None:
-    """Note that ``result`` has a single-token form; the graph gets the inputs that this one reads, and that tell steps
-    which have it from others."""
+    """Note that ``result`` has a single-token form; the graph gets the inputs that this one reads, and that tell its
+    steps from others."""
     for field in ("query_lens", "state_reads", *TOKEN_FIELDS):
         traced.step_input(field)
     put_custom_note(result, STEP, {"operator": kind, **numbers})
@@ -191,8 +191,8 @@ _FORMS: dict[str, Callable[..., tuple[fx.Node, fx.Node]]] = {
 def _rows(traced: TracedGraph, given: dict[str, fx.Node], dtype: torch.dtype) -> list[fx.Node]:
     """Query, key and value as ``[T, H, N]`` in one dtype.
 
-    Where they are the parts of one tensor, that one is widened as a whole, and where calls are captured cut into dense
-    parts in one launch.
+    Where they are the parts of one tensor, that one is widened as a whole, and where calls are captured cut into
+    dense parts in one launch.
     """
     nodes = [given[name] for name in ("query", "key", "value")]
     sizes = [math.prod(map(int, shape(node)[2:])) for node in nodes]

@@ -1,8 +1,8 @@
-"""A small call of each operator of the gated delta rule on the device, compared with the formula before a graph has it.
+"""A small call of each operator of the gated delta rule on the device, beside the formula, before a graph has it.
 
-Documents and sources do not say which kernels a release of CANN has (``runtime.ops.npu.limits.states``): one yields NaN
-for strong decays, one takes states in bfloat16 alone. An operator that the device refuses or computes wrongly is left
-out by name, and the formula stands in.
+Documents and sources do not say which kernels a release of CANN has (``runtime.ops.npu.limits.states``): one yields
+NaN for strong decays, one takes states in bfloat16 alone. An operator that the device refuses or computes wrongly is
+left out by name, and the formula stands in.
 """
 
 from __future__ import annotations
@@ -67,9 +67,7 @@ def _errors(chunked: bool, device: torch.device) -> tuple[float, float]:
     state = drawn(len(lengths), _VALUE_HEADS, _DIM, _DIM)
     state = state.bfloat16() if chunked else state
     scale, counts = _DIM**-0.5, torch.tensor(lengths, dtype=torch.int32)
-    q, k, v, b, decay, before, lens = (
-        x.to(device) for x in (query, key, value, beta, g, state.clone(), counts)
-    )
+    q, k, v, b, decay, before, lens = (x.to(device) for x in (query, key, value, beta, g, state.clone(), counts))
     if chunked:
         result, after = _npu.npu_chunk_gated_delta_rule(
             q, k, v, beta=b, initial_state=before, actual_seq_lengths=lens, scale=scale, g=decay

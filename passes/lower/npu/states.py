@@ -96,9 +96,7 @@ def _linear_recurrence(
         after = site.cast(after, value(state).dtype)
     else:
         tables = [traced.step_input(name, chunk_width(value(log_decay))) for name in CHUNK_TABLES]
-        result, after = site.inline(
-            chunked_recurrence, *inputs, scale, l2norm_eps, state, state_read, *tables
-        )
+        result, after = site.inline(chunked_recurrence, *inputs, scale, l2norm_eps, state, state_read, *tables)
     note_step(traced, result, "linear_recurrence", scale=scale, l2norm_eps=l2norm_eps)
     _write(site, state, state_write, after)
     return result

@@ -1,7 +1,7 @@
 """Operators with state for steps of one token per sequence, in ATen operators of static kind, for Ascend.
 
-They are the formulas of ``causal_conv1d``, ``linear_recurrence`` and ``selective_scan`` with the loop over tokens left
-out: token t goes on from slot ``state_read[t]``, which is there (no sequence begins), and leaves the pool of states
+They are the formulas of ``causal_conv1d``, ``linear_recurrence`` and ``selective_scan`` without the loop over tokens:
+token t goes on from slot ``state_read[t]``, which is there (no sequence begins), and leaves the pool of states
 alone.
 """
 
