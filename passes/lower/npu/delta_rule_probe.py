@@ -77,9 +77,12 @@ def _errors(chunked: bool, device: torch.device) -> tuple[float, float]:
         result = _npu.npu_recurrent_gated_delta_rule(
             q, k, v, before, beta=b, scale=scale, actual_seq_lengths=lens, ssm_state_indices=every, g=decay
         )
-    wide, ends = [x.float()[None] for x in (query, key, value, g, beta)], counts.cumsum(0).tolist()
+    q, k, v, decay, b = (x.float()[None] for x in (query, key, value, g, beta))
+    ends = counts.cumsum(0).tolist()
     parts = [slice(end - n, end) for end, n in zip(ends, lengths, strict=True)]
-    expected = [recurrence(*wide, scale, None, part, s.float()) for part, s in zip(parts, state, strict=True)]
+    expected = [
+        recurrence(q, k, v, decay, b, scale, None, part, s.float()) for part, s in zip(parts, state, strict=True)
+    ]
     results, states = zip(*expected, strict=True)
     return _error(result, torch.cat(results)), _error(after, torch.stack(states))
 

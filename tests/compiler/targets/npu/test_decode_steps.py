@@ -115,20 +115,23 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("lens", "tokens", "decode"),
+    ("lens", "reads", "tokens", "decode"),
     [
-        ([1, 1, 1], 3, True),
-        ([1], 1, True),
-        ([1, 1, 0, 0], 2, True),  # filled up with sequences that have no token
-        ([2, 1], 3, False),
-        ([1, 2, 0], 3, False),  # as many sequences as tokens
-        ([0, 1, 1], 2, False),
-        ([2, 0], 2, False),
-        ([3], 3, False),
+        ([1, 1, 1], [], 3, True),
+        ([1], [], 1, True),
+        ([1, 1, 0, 0], [], 2, True),  # filled up with sequences that have no token
+        ([2, 1], [], 3, False),
+        ([1, 2, 0], [], 3, False),  # as many sequences as tokens
+        ([0, 1, 1], [], 2, False),
+        ([2, 0], [], 2, False),
+        ([3], [], 3, False),
+        ([1, 1], [4, 0], 2, True),
+        ([1, 1], [4, -1], 2, False),  # begins, from zeros
+        ([1, 1, 0], [4, 0, -1], 2, True),
     ],
 )
-def test_steps_of_one_token_per_sequence_are_told_from_others(lens, tokens, decode):
-    assert is_decode_step(lens, tokens) is decode
+def test_steps_of_one_token_per_sequence_are_told_from_others(lens, reads, tokens, decode):
+    assert is_decode_step(lens, reads, tokens) is decode
 
 
 @pytest.mark.parametrize(
