@@ -65,10 +65,10 @@ def registered_converters() -> Iterator[None]:
                 operator._ge_converter = operator._ge_converter.__wrapped__
 
 
-def _overload(name: str) -> torch._ops.OpOverload:
+def _overload(name: str) -> Any:
     namespace, _, overload = name.rpartition(":")
     operator = getattr(torch.ops.aten if namespace else torch.ops.npu, overload.partition(".")[0])
-    return getattr(operator, overload.partition(".")[2] or "default")  # type: ignore[no-any-return]
+    return getattr(operator, overload.partition(".")[2] or "default")
 
 
 def _of_unsigned_scales(convert: Callable[..., Any]) -> Callable[..., Any]:

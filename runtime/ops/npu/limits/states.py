@@ -32,11 +32,10 @@ def _delta_shapes(most_heads: int, most_dims: int) -> Rule:
             return f"it has heads {heads}; at most {most_heads} are taken"
         if any(n is None or n > most_dims for n in dims):
             return f"it has heads of {dims} dims; at most {most_dims} are taken"
-        return (
-            f"heads of values {heads[1]} are not a multiple of those of keys {heads[0]}"
-            if heads[1] % heads[0]
-            else ""
-        )  # type: ignore[operator]
+        of_keys, of_values = (int(n or 1) for n in heads)
+        if of_values % of_keys:
+            return f"heads of values {of_values} are not a multiple of those of keys {of_keys}"
+        return ""
 
     return check
 
