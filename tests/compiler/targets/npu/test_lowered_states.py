@@ -109,12 +109,12 @@ def test_captured_graphs_call_the_operators_of_the_delta_rule():
 
 
 LAUNCHES = {
-    ("qwen3_next", "ge"): 59,
+    ("qwen3_next", "ge"): 62,
     ("qwen3_next", "aclgraph"): 50,
-    ("qwen3_5_text", "ge"): 39,
+    ("qwen3_5_text", "ge"): 42,
     ("qwen3_5_text", "aclgraph"): 33,
 }
-"""Of a layer with a gated delta rule in decode steps, in bfloat16."""
+"""Most of a layer with a gated delta rule in decode steps, in bfloat16."""
 
 
 @pytest.mark.parametrize(("model_type", "graph_mode"), LAUNCHES)
