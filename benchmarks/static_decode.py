@@ -104,7 +104,7 @@ def examine(name: str, soc: str, *, kv_cache_dtype: str, serves: bool) -> Static
     from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
     from torch_pagoda.npu_tools.offline.decode_graphs import counted_decode_graphs
     from torch_pagoda.passes import UnsupportedModel
-    from torch_pagoda.passes.lower.npu.attention.decode_attention import decode_graph
+    from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 
     from legal_models import build_legal_model
     from tiny_models import LLAMA_VARIANTS, Variant
@@ -159,7 +159,7 @@ def _serve(row: StaticRow, variant: Any, soc: str, kv_cache_dtype: str) -> None:
     from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, DecodeRoute
     from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
     from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
-    from torch_pagoda.passes.lower.npu.attention.decode_attention import decode_graph
+    from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
     from torch_pagoda.runtime.npu_target import NpuTarget
     from torch_pagoda.runtime.program import is_cache_input
 

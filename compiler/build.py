@@ -14,7 +14,7 @@ from torch import nn
 
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.notes import fewest_bits
-from ..passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ..passes.lower.npu.decode_graph import decode_graph_or_reason
 from ..runtime.npu_errors.device_lost import raise_if_lost
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase, timed
@@ -356,8 +356,8 @@ def _decode_calls(
             reason = verdict.reason
     if not reason:
         return None
-    log.warning("int8-KV decode falls back to the unfused attention path: %s", reason)
-    report.dropped_passes.append(("decode_attention", reason))
+    log.warning("decode steps fall back to the graph of all other steps: %s", reason)
+    report.dropped_passes.append(("decode_graph", reason))
     return None
 
 

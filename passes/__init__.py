@@ -172,6 +172,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_products", split_products, "aten", target="npu"),
     Pass("spell_out_complex", spell_out_complex, "aten", required=False, target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
+    # Once more: taps of convolutions as their sums take them.
+    Pass("fold_constants", fold_constants, "aten", level=1, required=False, target="npu", place="lowering"),
     # Once more: every layer has made its own layout of the rotary tables.
     Pass(
         "share_subexpressions", share_subexpressions, "aten", level=1, required=False, target="npu", place="lowering"

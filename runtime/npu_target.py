@@ -39,12 +39,13 @@ class NpuTarget:
         graph_mode: "ge", where torchair builds a graph of dense tensors; "aclgraph", where the calls are captured
             as they are and tensors keep their strides.
         cann: version of the CANN toolkit, such as ``9.1`` or ``9.1.0``; it decides which forms operators take.
-        tried_on: a device on which each form of attention runs once before a graph has it, "npu"; "" tries none.
+        tried_on: a device on which forms of attention, and operators whose documents leave a question, run once
+            before a graph has them, "npu"; "" tries none.
         float32_as: the dtype that float32 tensors count as when calls are held against the limits. For comparing
             numbers on a CPU in full precision; None on a device.
 
     Raises:
-        ValueError: an unknown chip or graph mode, no version of CANN, or a block size that is not positive.
+        ValueError: an unknown chip or graph mode, an invalid version of CANN, or a block size that is not positive.
     """
 
     soc: str = DEFAULT_SOC
@@ -61,7 +62,7 @@ class NpuTarget:
         if self.graph_mode not in GRAPH_MODES:
             raise ValueError(f"graph_mode={self.graph_mode!r} is not one of {', '.join(map(repr, GRAPH_MODES))}")
         if not re.match(r"\d+\.\d+(\.|$)", self.cann):
-            raise ValueError(f"cann={self.cann!r} is no version of CANN; give its release, such as {NEWEST_CANN!r}")
+            raise ValueError(f"cann={self.cann!r} is not a version of CANN; give its release, such as {NEWEST_CANN!r}")
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} is below 1; Ascend's attention reads 128 fastest")
 

@@ -15,6 +15,8 @@ GROUP_FIELDS = ("slot_mapping", "block_table")
 """Fields that every group of layers has its own of."""
 PADDED_FIELDS = ("padded_tokens", "row_of_token")
 """Fields that say where tokens of sequences padded to one length are; the least length may follow the name."""
+TOKEN_FIELDS = ("token_state_read", "token_state_write", "token_ones", "token_places")
+"""Fields ``[T]`` int32 for steps of one token per sequence."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,36 @@ class StepMetadata:
     def query_lens(self) -> list[int]:
         """Tokens of each sequence in the step, on the host."""
         return self.query_start_loc.diff().tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def state_reads(self) -> list[int]:
+        """``state_read`` on the host; [] where the model keeps no state."""
+        return [] if self.state_read is None else self.state_read.tolist()  # type: ignore[no-any-return]
+
+    @cached_property
+    def token_state_read(self) -> torch.Tensor:
+        """``[T]`` int32: ``state_read`` of each token's sequence."""
+        return self._of_tokens(self.state_read)
+
+    @cached_property
+    def token_state_write(self) -> torch.Tensor:
+        """``[T]`` int32: ``state_write`` of each token's sequence."""
+        return self._of_tokens(self.state_write)
+
+    @cached_property
+    def token_ones(self) -> torch.Tensor:
+        """``[T]`` int32 of ones: tokens of each sequence where it has one."""
+        return torch.ones_like(self.token_state_read)
+
+    @cached_property
+    def token_places(self) -> torch.Tensor:
+        """``[T]`` int32: 0, 1, 2, ..."""
+        return torch.arange(len(self.token_state_read), dtype=torch.int32)
+
+    def _of_tokens(self, slots: torch.Tensor | None) -> torch.Tensor:
+        if slots is None:
+            raise ValueError("a model with state needs state_read and state_write; give both")
+        return torch.repeat_interleave(slots, self.query_start_loc.diff())
 
     @cached_property
     def kv_lens(self) -> list[int]:

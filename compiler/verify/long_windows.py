@@ -18,7 +18,7 @@ from torch import fx
 
 from ...passes import TracedGraph
 from ...passes.graph.attention_node import paged_attention_nodes
-from ...passes.lower.npu.attention.decode_attention import decode_graph
+from ...passes.lower.npu.decode_graph import decode_graph
 from ...runtime.ops.attention.lightning_indexer import lightning_indexer
 from ...runtime.phases import phase
 from ..link.linkage import Linkage

@@ -16,6 +16,7 @@ from ...runtime.npu_target import NpuTarget
 from ...runtime.ops.linear.quantized_weight import Quantization
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec, StateSpec
+from ...runtime.step_metadata import TOKEN_FIELDS
 from ...runtime.window_blocks import WINDOW_LENS
 from .fx_nodes import cache_index, value
 from .notes import GraphNotes
@@ -224,7 +225,7 @@ class TracedGraph:
         tokens = value(self.placeholder(self.input_ids)).shape[1]
         with self.fake_mode:
             per_token = torch.empty((tokens,), dtype=torch.int64, device=device)
-        if field in ("query_ends", "query_lens", "kv_lens") or field.startswith(WINDOW_LENS):
+        if field in ("query_ends", "query_lens", "kv_lens", "state_reads") or field.startswith(WINDOW_LENS):
             return self._new_step_input(name, field, [5, 9, 10, 17, 23])
         examples: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {
             "slot_mapping": (per_token, ()),
@@ -247,9 +248,10 @@ class TracedGraph:
             "last_chunks": (torch.zeros(5, dtype=torch.int64, device=device), (0,)),
             "chunk_rows": (per_token, ()),
         }
-        if field == "convolution_rows":
+        if field == "convolution_rows" or field in TOKEN_FIELDS:
+            sizes, dtype = ((), torch.int32) if field in TOKEN_FIELDS else ((group,), torch.int64)
             with self.fake_mode:
-                return self._new_step_input(name, field, torch.empty(tokens, group, dtype=torch.int64, device=device))
+                return self._new_step_input(name, field, torch.empty(tokens, *sizes, dtype=dtype, device=device))
         example, dynamic = examples[field]
         return self._new_step_input(name, field, self._fake(name, example, dynamic))
 

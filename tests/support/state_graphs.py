@@ -64,7 +64,7 @@ class StateGraph:
         traced.recompile()
         none = torch.zeros(0, dtype=torch.int64)
         step = StepMetadata(none, none, starts, none, none, none, (), read, write)
-        given = {**self.given, f"{traced.caches[0].parts()[0].name}_0": state}
+        given = {**self.given, **traced.constants, f"{traced.caches[0].parts()[0].name}_0": state}
         values = [given[n.name] if n.name in given else step.field(n.name) for n in traced.placeholders]
         with torch.no_grad():
             return traced.module(*values)[0]  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ from ..compiler.verify.self_check import reference_of_model
 from ..passes import PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import callee, value
 from ..passes.graph.provenance import DecoderLayers, decoder_layers, launches_work, operator_name
-from ..passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ..passes.lower.npu.decode_graph import decode_graph_or_reason
 from ..runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
 from ..runtime.phases import timed
 from ..runtime.program import is_cache_input

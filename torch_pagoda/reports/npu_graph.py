@@ -24,7 +24,7 @@ from ..npu_tools.offline.toolchain import ToolchainError, find_toolchain
 from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import value
 from ..passes.graph.provenance import DecoderLayers, decoder_layers
-from ..passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ..passes.lower.npu.decode_graph import decode_graph_or_reason
 from ..runtime.phases import phase
 from ..runtime.program import is_cache_input
 from .stored_formats import Formats, marks_of_layers, store_as, stored_formats

@@ -78,8 +78,8 @@ def _graph(report: NpuReport, layers: Sequence[LayerSummary]) -> Section:
         note += f" {graph.converted} of {whole} layers were converted, one of each kind; the others are equal."
     if graph.other_steps is not None:
         note += (
-            " These are the kernels of decode steps. Steps with prompts run another graph, whose layers gather the "
-            f"int8 blocks and launch up to {graph.other_steps}; all columns but kernels describe that graph."
+            " These are the kernels of decode steps. Steps with prompts run another graph, whose layers "
+            f"launch up to {graph.other_steps}; all columns but kernels describe that graph."
         )
     columns = ("layers!", "unmodified#", "lowered#", "kernels#", "operators of the Ascend IR")
     return Section(title, columns, tuple(rows), note)

@@ -1,7 +1,7 @@
 """Programs with two graphs for an NPU: one for steps of one token per sequence, and one for all others.
 
-Both have the same inputs and caches (``passes.lower.npu.decode_attention``), and each step runs its own graph. Steps
-at sizes of the decode graph that were found wrong use the calls of the other one.
+Both have the same inputs and caches (``passes.lower.npu.decode_graph``), and each step runs its own graph. Steps at
+sizes of the decode graph that were found wrong use the calls of the other one.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from .sizes.step_padding import StepSize
 from .warm_up.steps import StepShape
 
 
-def is_decode_step(query_lens: Sequence[int], tokens: int) -> bool:
-    """True if each of the step's ``tokens`` is the only one of its sequence, and sequences without any stand behind
-    these."""
-    return query_lens[:tokens].count(1) == tokens
+def is_decode_step(query_lens: Sequence[int], state_reads: Sequence[int], tokens: int) -> bool:
+    """True if each of the step's ``tokens`` is the only one of its sequence, which goes on from a state where the
+    model keeps any, and sequences without tokens stand behind these."""
+    return query_lens[:tokens].count(1) == tokens and min(state_reads[:tokens], default=0) >= 0
 
 
 class StepKinds:
@@ -36,10 +36,12 @@ class StepKinds:
     def __init__(self, traced: TracedGraph) -> None:
         names = [node.name for node in traced.placeholders]
         self._ids, self._lens = names.index(traced.input_ids), names.index("query_lens")
+        self._reads = names.index("state_reads") if "state_reads" in names else None
 
     def is_decode(self, args: Sequence[Any]) -> bool:
         """See ``is_decode_step``."""
-        return is_decode_step(args[self._lens], args[self._ids].shape[1])
+        reads = () if self._reads is None else args[self._reads]
+        return is_decode_step(args[self._lens], reads, args[self._ids].shape[1])
 
 
 class DecodeCalls:
@@ -136,7 +138,7 @@ class DecodeRoute(Route):
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-        part = self.decode if is_decode_step(step.query_lens, input_ids.shape[1]) else self.others
+        part = self.decode if is_decode_step(step.query_lens, step.state_reads, input_ids.shape[1]) else self.others
         return part.fit(input_ids, position_ids, step)
 
     def __call__(self, *args: Any) -> Sequence[Any]:

@@ -148,6 +148,7 @@ class Route(ABC):
         for spec, (first, *_) in zip(self.traced.caches, kv_cache, strict=True):
             if isinstance(spec, StateSpec):
                 self._spare_slot = first.shape[0] - self._spare_blocks
+                first[self._spare_slot :].zero_()  # dummy sequences go on from it
             else:
                 self._first_spare_block = first.shape[0] - self._spare_blocks
         self.kv_cache = kv_cache

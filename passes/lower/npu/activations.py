@@ -2,7 +2,9 @@
 
 Matches:
     pagoda::gated_activation(gate, up, kind, ...), pagoda::activation(x, kind)
+    (silu(gate in float32) * up) in their 16 bits        # of gated norms
 Becomes:
+    npu_swiglu(cat(gate, up)), whose kernel widens them and rounds once, too
     npu_swiglu(whole), npu_geglu(whole), npu_clipped_swiglu(whole)    # gate and up are the halves of one product
     npu_gelu, npu_fast_gelu, or the ATen operators of the formula
 Why it is faster:
@@ -18,6 +20,7 @@ import torch
 from torch import fx
 
 from ....runtime.ops.gated_activation import activation_reference, gated_activation_reference
+from ...graph.fx_nodes import callee, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site, lower_each
@@ -28,7 +31,7 @@ _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 
 def lower_npu_activations(traced: TracedGraph) -> PassRecord:
     """Lower every activation of the graph."""
-    lowerings = {_pagoda.gated_activation.default: lower_gated, _pagoda.activation.default: lower_activation}
+    lowerings = {_pagoda.gated_activation.default: lower_gated, _pagoda.activation.default: _activation}
     return lower_each(traced, "lower_npu_activations", lowerings)
 
 
@@ -65,6 +68,35 @@ def _gated_whole(site: Site, whole: fx.Node | None, kind: str, alpha: float, lim
         )
     both = site.call(_npu.npu_geglu.default, whole, -1, int(kind == "gelu_tanh"), True)
     return None if both is None else site.item(both, 0)
+
+
+def _activation(site: Site, x: fx.Node, kind: str) -> fx.Node | None:
+    found = _wide_gate(site.node, x) if kind == "silu" else None
+    if found is not None:
+        gate, up, result = found
+        with site.traced.before(result):
+            whole = site.aten(_aten.cat.default, [gate, up], -1)
+            fused = site.call(_npu.npu_swiglu.default, whole, -1)
+        if fused is not None:
+            site.traced.substitute(result, fused)
+            return None
+        site.retry()
+    return lower_activation(site, x, kind)
+
+
+def _wide_gate(activation: fx.Node, x: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+    """Gate and up, of 16 bits, and the node that rounds their product, where ``activation`` widens the gate."""
+    product = next(iter(activation.users))
+    if callee(x) != "_to_copy" or len(activation.users) > 1 or callee(product) != "mul.Tensor":
+        return None
+    gate, (up,) = x.args[0], [n for n in product.all_input_nodes if n is not activation] or (x,)
+    result = next(iter(product.users))
+    if len(product.users) > 1 or callee(result) != "_to_copy":
+        return None
+    tensors = [value(node) for node in (gate, up, result)]
+    alike = {(tensor.dtype, str(tuple(tensor.shape))) for tensor in tensors}
+    is_wide = value(activation).dtype is torch.float32 and tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return (gate, up, result) if len(alike) == 1 and is_wide else None  # type: ignore[return-value]
 
 
 def lower_activation(site: Site, x: fx.Node, kind: str) -> fx.Node:

@@ -52,7 +52,9 @@ def _add_rms_norm(
     site: Site, x: fx.Node, residual: fx.Node, weight: fx.Node | None, eps: float, offset: float, rounds: bool
 ) -> list[fx.Node]:
     if offset and weight is not None:
-        site.refuse("npu.npu_add_rms_norm", f"the scale is stored less {offset}")
+        # It takes gamma in the dtype of x1 (op-plugin's document; CANN's add_rms_norm_def.cpp).
+        dtype = str(value(x).dtype).removeprefix("torch.")
+        site.refuse("npu.npu_add_rms_norm", f"the scale is stored less {offset}; their sum is rounded in {dtype}")
     else:
         # The kernel yields the norm, the reciprocal of the root, and the sum.
         results = site.call(

@@ -2,12 +2,12 @@
 
 Matches:
     any pagoda:: operator that is left
-    aten.softplus and aten.std, for the graph engine
+    aten.std, for the graph engine
 Becomes:
     the ATen operators of its formula
 Why:
-    the operators of ours have kernels for CPUs alone; torchair does not convert softplus, and reads sizes on the
-    host for std, which graphs of fixed sizes cannot do.
+    the operators of ours have kernels for CPUs alone; torchair reads sizes on the host for std, which graphs of fixed
+    sizes cannot do.
 
 Level 0.
 """
@@ -38,18 +38,10 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
         if node.target in OPERATORS and node.target not in formulas:
             raise ValueError(f"{node.name} ({node.target}) has no form for {traced.npu}")
     if traced.npu is not None and traced.npu.graph_mode == "ge":
-        formulas[torch.ops.aten.softplus.default] = softplus_reference
         formulas[torch.ops.aten.std.correction] = std_reference
     return lower_each(
         traced, "spell_out_leftovers", {operator: _decomposed(formula) for operator, formula in formulas.items()}
     )
-
-
-def softplus_reference(x: torch.Tensor, beta: float = 1.0, threshold: float = 20.0) -> torch.Tensor:
-    """``aten.softplus`` by its formula, in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    scaled = wide * beta
-    return torch.where(scaled > threshold, wide, torch.log1p(torch.exp(scaled)) / beta).to(x.dtype)
 
 
 def std_reference(

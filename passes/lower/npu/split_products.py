@@ -2,10 +2,12 @@
 
 Matches:
     slice(y, dim, 0, n1), slice(y, dim, n1, n2), ...      # that tile a dim of y
+    clone(part), ...                                      # of every part of a split, where calls are captured
 Becomes:
     split_with_sizes(y, [n1, n2 - n1, ...], dim)
+    split_with_sizes_copy(y, ...)
 Why it is faster:
-    one split is one launch, each slice another.
+    one split is one launch, each slice or copy another.
 
 Level 0.
 """
@@ -30,7 +32,11 @@ _aten = torch.ops.aten
 def split_products(traced: TracedGraph) -> PassRecord:
     """Let slices that tile one dim of a tensor be one split."""
 
+    captures = traced.npu is not None and traced.npu.graph_mode == "aclgraph"
+
     def step(node: fx.Node) -> str | None:
+        if captures and callee(node) == "split_with_sizes":
+            return _copied_at_once(traced, node)
         slices = [user for user in node.users if callee(user) == "slice.Tensor"]
         if len(slices) < 2:
             return None
@@ -45,8 +51,7 @@ def split_products(traced: TracedGraph) -> PassRecord:
         if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
             return None
         with traced.before(min(slices)):
-            copies = traced.npu is not None and traced.npu.graph_mode == "aclgraph"
-            split = _aten.split_with_sizes_copy.default if copies else _aten.split_with_sizes.default
+            split = _aten.split_with_sizes_copy.default if captures else _aten.split_with_sizes.default
             whole = traced.call(split, node, [end - start for start, end in spans], dim)
             items = [traced.call(operator.getitem, whole, i) for i in range(len(spans))]
         for user, found in zip(slices, cuts, strict=True):
@@ -54,3 +59,16 @@ def split_products(traced: TracedGraph) -> PassRecord:
         return ""
 
     return rewrite_each(traced, "split_products", step)
+
+
+def _copied_at_once(traced: TracedGraph, split: fx.Node) -> str | None:
+    """Let a split whose parts are all copied make the copies."""
+    copies = [list(part.users) for part in split.users]
+    if len(copies) < 2 or not all(len(users) == 1 and callee(users[0]) == "clone" for users in copies):
+        return None
+    with traced.before(split):
+        whole = traced.call(_aten.split_with_sizes_copy.default, *split.args)
+        for (copy,) in copies:
+            part = copy.args[0]
+            traced.substitute(copy, traced.call(operator.getitem, whole, part.args[1]))  # type: ignore[union-attr]
+    return ""

@@ -7,8 +7,9 @@ Becomes:
     before = index_select(state, state_read)          # zeros for sequences that begin
     y, after = ATen operators of (x, before)
     npu_scatter_nd_update_(state, state_write, after)
-or, for a gated delta rule in bfloat16 where calls are captured as they are or made one by one,
+or, for the prompts of a gated delta rule in bfloat16 where calls are captured as they are or made one by one,
     y, after = npu_chunk_gated_delta_rule(q, k, v, beta, initial_state=before, g=log_decay, ...)
+and steps of one token per sequence have forms of their own (``decode_states``).
 Why it is faster:
     only the slots of the step's sequences are read and written. The pool of states stays a whole graph input that is
     written once, where it lies.
@@ -24,18 +25,20 @@ import torch
 from torch import fx
 
 from ....runtime.npu_target import Product
-from ....runtime.ops.npu.limits.states import MAX_RECURRENT_TOKENS
-from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence, normalized
+from ....runtime.ops.state.chunked_recurrence import chunk_width, chunked_recurrence
 from ....runtime.ops.state.chunked_scan import SCAN_CHUNK, chunked_scan
 from ....runtime.ops.state.gathered_states import gathered_causal_conv1d, states_before
 from ....runtime.state_tables import CHUNK_TABLES, CONVOLUTION_TABLES
-from ...graph.fx_nodes import shape, value
+from ...graph.fx_nodes import callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph, UnsupportedModel
+from .decode_states import normalize, note_input, note_step, unit_gain, why_no_recurrent_operator
+from .delta_rule_probe import why_wrong
 from .site import Lowering, Site, lower_each
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _FUSED_TAPS = 3
+_GATES = frozenset({"add.Tensor", "mul.Tensor", "softplus", "neg"})
 
 
 def lower_npu_states(traced: TracedGraph) -> PassRecord:
@@ -59,10 +62,12 @@ def _causal_conv1d(
     state_write: fx.Node,
 ) -> fx.Node:
     site.refuse("npu.npu_fused_causal_conv1d", _why_no_fused_convolution(site, weight, activation))
-    taps = int(shape(weight)[1])
-    tables = [site.traced.step_input(name, taps) for name in CONVOLUTION_TABLES]
-    given = (x, weight, bias, activation, state, state_read)
-    result, after = site.inline(gathered_causal_conv1d, *given, *tables)
+    traced = site.traced
+    tables = [traced.step_input(name, int(shape(weight)[1])) for name in CONVOLUTION_TABLES]
+    taps = site.inline(lambda w: w.t().to(torch.promote_types(w.dtype, torch.float32)).contiguous(), weight)
+    inputs = [note_input(traced, name, node) for name, node in (("x", x), ("taps", taps), ("bias", bias))]
+    result, after = site.inline(gathered_causal_conv1d, *inputs, activation, state, state_read, *tables)
+    note_step(traced, result, "causal_conv1d", activation=activation)
     _write(site, state, state_write, after)
     return result
 
@@ -80,17 +85,37 @@ def _linear_recurrence(
     *where: fx.Node,
 ) -> fx.Node:
     _, state_read, state_write = where
-    fused = _fused_delta_rule(site, query, key, val, log_decay, beta, scale, l2norm_eps, state, where)
+    traced, tensors = site.traced, {"query": query, "key": key, "value": val, "log_decay": log_decay, "beta": beta}
+    _widen_parameters(traced, log_decay)
+    inputs = [note_input(traced, name, node) for name, node in tensors.items()]
+    if l2norm_eps is not None:  # the single-token form reads them, from inputs that all graphs share
+        unit_gain(traced, int(shape(key)[3]), scale), unit_gain(traced, int(shape(key)[3]), 1.0)
+    fused = _fused_delta_rule(site, *inputs, scale, l2norm_eps, state, where)  # type: ignore[arg-type]
     if fused is not None:
         result, after = fused
-        _write(site, state, state_write, site.cast(after, value(state).dtype))
-        return result
-    width = chunk_width(value(log_decay))
-    tables = [site.traced.step_input(name, width) for name in CHUNK_TABLES]
-    given = (query, key, val, log_decay, beta, scale, l2norm_eps, state, state_read)
-    result, after = site.inline(chunked_recurrence, *given, *tables)
+        after = site.cast(after, value(state).dtype)
+    else:
+        tables = [traced.step_input(name, chunk_width(value(log_decay))) for name in CHUNK_TABLES]
+        result, after = site.inline(chunked_recurrence, *inputs, scale, l2norm_eps, state, state_read, *tables)
+    note_step(traced, result, "linear_recurrence", scale=scale, l2norm_eps=l2norm_eps)
     _write(site, state, state_write, after)
     return result
+
+
+def _widen_parameters(traced: TracedGraph, node: fx.Node) -> None:
+    """Let sums and products on the way to ``node`` read parameters in the dtype of their results: that is computed
+    ahead, where graphs of GE would cast them in every step."""
+    while callee(node) in _GATES:
+        operands = node.all_input_nodes
+        for operand in operands:
+            if operand.name in traced.constants and value(operand).dtype is not value(node).dtype:
+                with traced.before(node):
+                    wide = traced.call(_aten._to_copy.default, operand, dtype=value(node).dtype)
+                node.replace_input_with(operand, wide)
+        others = [operand for operand in operands if operand.op == "call_function"]
+        if len(others) != 1:
+            return
+        (node,) = others
 
 
 def _fused_delta_rule(
@@ -106,20 +131,23 @@ def _fused_delta_rule(
     where: tuple[fx.Node, ...],
 ) -> tuple[fx.Node, fx.Node] | None:
     """Results and states by the vendor's operator; None, with the reasons, where it is not legal."""
-    chunked, recurrent = "npu.npu_chunk_gated_delta_rule", "npu.npu_recurrent_gated_delta_rule"
+    chunked = "npu.npu_chunk_gated_delta_rule"
     if beta is None:
         site.refuse(chunked, "it is the delta rule, and this recurrence has no beta")
         return None
-    site.refuse(recurrent, f"a step's prompts have more than the {MAX_RECURRENT_TOKENS} tokens that it takes")
+    if reason := why_no_recurrent_operator(site.target):
+        site.refuse("npu.npu_recurrent_gated_delta_rule", reason)
     if len(shape(log_decay)) != 3:
         site.refuse(chunked, "it knows no decay of each key channel, or of a head for all tokens alike")
         return None
+    if site.target.tried_on and (reason := why_wrong("npu_chunk_gated_delta_rule", site.target.tried_on)):
+        site.refuse(chunked, reason)
+        return None
     dtype = value(val).dtype
-    q, k = site.inline(_normalized_rows, query, key, l2norm_eps, dtype)
     before, lens = site.inline(_started_states, state, dtype, *where[:2])
-    rows = [site.traced.call(_aten.select.int, x, 0, 0) for x in (val, site.cast(beta, dtype))]
-    decays = site.traced.call(_aten.select.int, site.cast(log_decay, torch.float32), 0, 0)
-    v, b, g = (site.dense(x) for x in (*rows, decays))
+    tensors = query, key, val, site.cast(beta, dtype), site.cast(log_decay, torch.float32)
+    rows = [site.dense(site.inline(lambda x: x.reshape(-1, *x.shape[2:]), x)) for x in tensors]
+    q, k, v, b, g = (*(normalize(site.traced, x, l2norm_eps, 1.0) for x in rows[:2]), *rows[2:])
     results = site.call(
         _npu.npu_chunk_gated_delta_rule.default,
         q,
@@ -135,15 +163,6 @@ def _fused_delta_rule(
         return None
     rows_out = site.traced.call(_aten.unsqueeze.default, site.item(results, 0), 0)
     return rows_out, site.item(results, 1)
-
-
-def _normalized_rows(
-    query: torch.Tensor, key: torch.Tensor, eps: float | None, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[1, T, Hk, N]`` as ``[T, Hk, N]``, normalized as the operator leaves to its callers."""
-    wide = torch.promote_types(dtype, torch.float32)
-    q, k = (normalized(x[0].to(wide), eps).to(dtype).contiguous() for x in (query, key))
-    return q, k
 
 
 def _started_states(
@@ -167,7 +186,10 @@ def _selective_scan(
     state_write: fx.Node,
 ) -> fx.Node:
     tables = [site.traced.step_input(name, SCAN_CHUNK) for name in CHUNK_TABLES]
-    result, after = site.inline(chunked_scan, x, dt, A, B, C, round_state, state, state_read, *tables)
+    tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C}
+    inputs = [note_input(site.traced, name, node) for name, node in tensors.items()]
+    result, after = site.inline(chunked_scan, *inputs, round_state, state, state_read, *tables)
+    note_step(site.traced, result, "selective_scan", round_state=round_state)
     _write(site, state, state_write, after)
     return result
 

@@ -45,7 +45,7 @@ class Chunks(NamedTuple):
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """``[1, T, ...]`` as ``[C, L, ...]``; what is behind a chunk's last token is that of token 0."""
-        rows = x[0].index_select(0, self.tokens.clamp(min=0).reshape(-1))
+        rows = x.reshape(-1, *x.shape[2:]).index_select(0, self.tokens.clamp(min=0).reshape(-1))
         return rows.reshape(*self.tokens.shape, *x.shape[2:])
 
     def present(self, x: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ def states_before(state: torch.Tensor, state_read: torch.Tensor) -> torch.Tensor
 
 def gathered_causal_conv1d(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    taps: torch.Tensor,
     bias: torch.Tensor | None,
     activation: str,
     state: torch.Tensor,
@@ -40,26 +40,26 @@ def gathered_causal_conv1d(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A step of ``pagoda::causal_conv1d`` that leaves the pool of states alone.
 
-    Sums are taken in fp32 and rounded to the dtype of ``weight``, once. Memory: T * K * C elements in fp32.
+    Sums are taken in fp32 and rounded to the dtype of ``state``, once. Memory: T * K * C elements in fp32.
 
     Args:
-        x, weight, bias, activation, state, state_read: of ``pagoda::causal_conv1d``.
+        x, bias, activation, state, state_read: of ``pagoda::causal_conv1d``.
+        taps: ``[K, C]``, its weight, transposed, in float32 at least.
         convolution_rows: ``[T, K]`` int64, of ``state_tables.convolution_tables``.
         kept_rows: ``[S, K - 1]`` int64, likewise.
 
     Returns:
         ``[1, T, C]`` in the dtype of ``x``, and the states behind the step's tokens, ``[S, K - 1, C]``.
     """
-    channels, taps = weight.shape
+    count, channels = taps.shape
     before = state.index_select(0, state_read.clamp(min=0)).reshape(-1, channels)
-    rows = aten.cat([before, x[0].to(weight.dtype), weight.new_zeros(1, channels)])
-    windows = rows.index_select(0, convolution_rows.reshape(-1)).reshape(-1, taps, channels)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    sums = (windows.to(wide) * weight.t().to(wide)).sum(1)
+    rows = aten.cat([before, x.reshape(-1, channels).to(state.dtype), state.new_zeros(1, channels)])
+    windows = rows.index_select(0, convolution_rows.reshape(-1)).reshape(-1, count, channels)
+    sums = (windows * taps).sum(1)
     if bias is not None:
-        sums = sums + bias.to(wide)
-    result = sums.to(weight.dtype)
+        sums = sums + bias
+    result = sums.to(state.dtype)
     if activation:
         result = aten.silu(result)
-    after = rows.index_select(0, kept_rows.reshape(-1)).reshape(-1, taps - 1, channels)
+    after = rows.index_select(0, kept_rows.reshape(-1)).reshape(-1, count - 1, channels)
     return result.to(x.dtype)[None], after

@@ -22,8 +22,9 @@ from ...compiler.targets.npu.decode_steps import StepKinds
 from ...compiler.targets.npu.weights.weights import plan_weights, prepare_weights
 from ...compiler.verify.self_check import PlannedStep, Reference, Schedule, planned_steps
 from ...passes import TracedGraph
-from ...passes.lower.npu.attention.decode_attention import decode_graph_or_reason
+from ...passes.lower.npu.decode_graph import decode_graph_or_reason
 from ...runtime.npu_target import GRAPH_MODES, NpuTarget
+from .delta_rule_items import delta_rule_items
 from .device import Device
 from .model import Asked, load, open_device
 from .numbers import plain
@@ -66,6 +67,7 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         except UnsupportedModel as error:
             items[f"lowering for {mode}"] = partial(_refused, first_line(error))
             continue
+        items |= delta_rule_items(traced, device)
         decode, reason = decode_graph_or_reason(traced)
         if reason:
             items[f"decode steps for {mode}"] = partial(_refused, reason)

@@ -1,4 +1,4 @@
-"""GE converters for NPU operators of CANN that torchair cannot convert, and changes to two of torchair's own.
+"""GE converters for NPU operators of CANN that torchair cannot convert, and changes to four of torchair's own.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's
@@ -41,7 +41,7 @@ def register_converters() -> list[str]:
             torchair.register_fx_node_ge_converter(operator)(_CONVERTERS[name])
             registered.append(name)
     for name, change in _CHANGES.items():
-        operator = getattr(torch.ops.npu, name).default
+        operator = _overload(name)
         found = _get_converter(operator)
         if found is not None and not hasattr(found, _CHANGED):
             operator._ge_converter = change(found)
@@ -58,11 +58,17 @@ def registered_converters() -> Iterator[None]:
         yield
     finally:
         for name in registered:
-            operator = getattr(torch.ops.npu, name).default
+            operator = _overload(name)
             if name in CONVERTED:
                 del operator._ge_converter
             else:
                 operator._ge_converter = operator._ge_converter.__wrapped__
+
+
+def _overload(name: str) -> Any:
+    namespace, _, overload = name.rpartition(":")
+    operator = getattr(torch.ops.aten if namespace else torch.ops.npu, overload.partition(".")[0])
+    return getattr(operator, overload.partition(".")[2] or "default")
 
 
 def _of_unsigned_scales(convert: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +97,45 @@ def _of_float32(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def converted(*args: Any, dequant_dtype: int = _FLOAT32, **kwargs: Any) -> Any:
         return convert(*args, dequant_dtype=dequant_dtype, **kwargs)
+
+    return converted
+
+
+def _of_softplus(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """SoftplusV2(x; beta, threshold) → y, for torchair's converter of softplus, which raises; in float32, which every
+    release has."""
+
+    @functools.wraps(convert)
+    def converted(self: Any, beta: float = 1.0, threshold: float = 20.0, meta_outputs: Any = None) -> Any:
+        from torchair import ge
+        from torchair._ge_concrete_graph import ge_apis
+        from torchair.ge._ge_graph import DataType
+
+        is_wide = self.dtype == DataType.DT_FLOAT
+        result = ge.custom_op(
+            "SoftplusV2",
+            inputs={"x": self if is_wide else ge_apis.Cast(self, dst_type=DataType.DT_FLOAT)},
+            attrs={"beta": ge.attr.Float(float(beta)), "threshold": ge.attr.Float(float(threshold))},
+            outputs=["y"],
+        )
+        return result if is_wide else ge_apis.Cast(result, dst_type=self.dtype)
+
+    return converted
+
+
+def _of_mul(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of mul casts the product to the dtype that it has: that of a node is not known when it has
+    just been made."""
+
+    @functools.wraps(convert)
+    def converted(self: Any, other: Any, meta_outputs: Any = None) -> Any:
+        from torchair._ge_concrete_graph import ge_apis
+        from torchair._ge_concrete_graph.utils import dtype_promote
+        from torchair.ge._ge_graph import DataType, Tensor
+
+        if not all(isinstance(x, Tensor) and x.dtype != DataType.DT_BOOL for x in (self, other)):
+            return convert(self, other, meta_outputs=meta_outputs)
+        return ge_apis.Mul(*dtype_promote(self, other, target_dtype=meta_outputs.dtype))
 
     return converted
 
@@ -174,6 +219,8 @@ def _add_rms_norm_quant(
 _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "npu_grouped_matmul": _of_unsigned_scales,
     "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
+    "aten:softplus": _of_softplus,
+    "aten:mul.Tensor": _of_mul,
 }
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,

@@ -110,7 +110,7 @@ def pad_step(
             seq_lens=_extended(step.seq_lens, contexts),
             logits_rows=_extended(step.logits_rows, step.logits_rows[:1].expand(rows)),
             token_lengths=_extended(step.token_lengths, step.token_lengths.new_ones(tokens)),
-            state_read=_extended_slots(step.state_read, sequences, -1),
+            state_read=_extended_slots(step.state_read, sequences, spare_slot),
             state_write=_extended_slots(step.state_write, sequences, spare_slot),
         ),
     )

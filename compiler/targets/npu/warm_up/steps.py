@@ -142,6 +142,7 @@ def warm_up_step(
     lengths = torch.tensor([tokens for _, _, tokens in shares])
     ends = lengths.cumsum(0)
     where = torch.cat(positions)
+    decodes = shape.tokens == shape.sequences  # which go on from a state, all of them
     generator = torch.Generator().manual_seed(variant)
     metadata = StepMetadata(
         slot_mapping=torch.cat(slots),
@@ -150,7 +151,9 @@ def warm_up_step(
         seq_lens=torch.tensor([start + tokens for _, start, tokens in shares], dtype=torch.int32),
         logits_rows=ends - 1,
         token_lengths=where + 1,
-        state_read=_slots([room.read_slot if start else -1 for _, start, _ in shares]) if has_state else None,
+        state_read=_slots([room.read_slot if start or decodes else -1 for _, start, _ in shares])
+        if has_state
+        else None,
         state_write=_slots([room.shared_slot] * (len(shares) - 1) + [room.write_slot]) if has_state else None,
     )
     ids = torch.randint(0, vocab_size, (1, shape.tokens), generator=generator)

@@ -14,7 +14,7 @@ Why it is faster:
     they lie, and of a sequence that is longer than a window no more blocks than the window touches.
 
 The kernel takes such caches for one query per sequence alone, so prompts keep the formula: a program has the graph
-with it and, for decode steps, a copy with the kernel (``decode_graph``). Both read and write the same caches.
+with it and, for decode steps, a copy with the kernel (``..decode_graph``). Both read and write the same caches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .....runtime.ops.npu.limits import violations
 from .....runtime.window_blocks import WINDOW_LENS, window_blocks
 from ....graph.attention_node import PagedAttentionCall
 from ....graph.custom_notes import custom_note, put_custom_note
-from ....graph.fx_nodes import cache_index, eliminate_dead_code, shape, step_field, value
+from ....graph.fx_nodes import cache_index, shape, step_field, value
 from ....graph.traced import TracedGraph
 from ..call import Call
 from ..site import inline
@@ -126,35 +126,20 @@ def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, h
     put_custom_note(rows, ANNOTATION, asdict(plan))
 
 
-def decode_graph(traced: TracedGraph) -> TracedGraph | None:
-    """A copy of a lowered graph for steps of one token per sequence, by the kernel where that was noted; None where
-    it was nowhere.
-
-    The copy has the same inputs. Where calls are captured, sequences without tokens may stand behind the others.
+def decode_attention(traced: TracedGraph) -> int:
+    """Put the kernel where that was noted, in a graph for steps of one token per sequence; how often.
 
     Raises:
         ValueError: a noted formula is not as it was left.
     """
-    noted = [node for node in traced.graph.nodes if _noted(node) is not None]
-    if not noted:
-        return None
-    found = traced.copy()
-    sites = [(node, plan) for node in found.graph.nodes if (plan := _noted(node)) is not None]
-    with found.before(sites[0][0], like=found.placeholder(found.input_ids)):
-        keys = {window: _keys(found, window) for window in dict.fromkeys(plan.window for _, plan in sites)}
+    sites = [(node, plan) for node in traced.graph.nodes if (plan := _noted(node)) is not None]
+    if not sites:
+        return 0
+    with traced.before(sites[0][0], like=traced.placeholder(traced.input_ids)):
+        keys = {window: _keys(traced, window) for window in dict.fromkeys(plan.window for _, plan in sites)}
     for rows, plan in sites:
-        _decode(found, rows, plan, keys[plan.window])
-    eliminate_dead_code(found.graph)
-    found.recompile()
-    return found
-
-
-def decode_graph_or_reason(traced: TracedGraph) -> tuple[TracedGraph | None, str]:
-    """``decode_graph``; None and the reason where a noted formula is not as it was left."""
-    try:
-        return decode_graph(traced), ""
-    except ValueError as error:
-        return None, str(error)
+        _decode(traced, rows, plan, keys[plan.window])
+    return len(sites)
 
 
 def _noted(node: fx.Node) -> DecodeAttention | None:

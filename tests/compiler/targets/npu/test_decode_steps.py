@@ -37,7 +37,7 @@ from torch_pagoda.npu_tools.offline.decode_graphs import GraphCounts, counted_de
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.lower.npu.attention import decode_attention
-from torch_pagoda.passes.lower.npu.attention.decode_attention import decode_graph
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.requests.outputs import RequestOutput
@@ -115,20 +115,23 @@ class Watched:
 
 
 @pytest.mark.parametrize(
-    ("lens", "tokens", "decode"),
+    ("lens", "reads", "tokens", "decode"),
     [
-        ([1, 1, 1], 3, True),
-        ([1], 1, True),
-        ([1, 1, 0, 0], 2, True),  # filled up with sequences that have no token
-        ([2, 1], 3, False),
-        ([1, 2, 0], 3, False),  # as many sequences as tokens
-        ([0, 1, 1], 2, False),
-        ([2, 0], 2, False),
-        ([3], 3, False),
+        ([1, 1, 1], [], 3, True),
+        ([1], [], 1, True),
+        ([1, 1, 0, 0], [], 2, True),  # filled up with sequences that have no token
+        ([2, 1], [], 3, False),
+        ([1, 2, 0], [], 3, False),  # as many sequences as tokens
+        ([0, 1, 1], [], 2, False),
+        ([2, 0], [], 2, False),
+        ([3], [], 3, False),
+        ([1, 1], [4, 0], 2, True),
+        ([1, 1], [4, -1], 2, False),  # begins, from zeros
+        ([1, 1, 0], [4, 0, -1], 2, True),
     ],
 )
-def test_steps_of_one_token_per_sequence_are_told_from_others(lens, tokens, decode):
-    assert is_decode_step(lens, tokens) is decode
+def test_steps_of_one_token_per_sequence_are_told_from_others(lens, reads, tokens, decode):
+    assert is_decode_step(lens, reads, tokens) is decode
 
 
 @pytest.mark.parametrize(
@@ -194,8 +197,8 @@ def test_codegen_none_serves_decode_steps_by_the_kernel(caplog, monkeypatch):
     with caplog.at_level(logging.WARNING, build.__name__):
         program = build_program(model, options)
     assert not isinstance(program._run, DecodeCalls) and program.report.verdict.ok
-    assert [name for name, _ in program.report.dropped_passes] == ["decode_attention"]
-    assert "int8-KV decode falls back to the unfused" in caplog.text
+    assert [name for name, _ in program.report.dropped_passes] == ["decode_graph"]
+    assert "decode steps fall back to the graph of all other steps" in caplog.text
 
 
 def test_caches_whose_scales_lie_otherwise_are_refused():

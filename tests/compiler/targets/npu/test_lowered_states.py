@@ -13,10 +13,12 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
+from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls
 from torch_pagoda.compiler.targets.npu.route import Route
 from torch_pagoda.compiler.targets.npu.sizes.step_padding import StepSize
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
-from torch_pagoda.passes.graph.provenance import operator_name
+from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work, operator_name
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.program import StateSpec
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
@@ -62,15 +64,67 @@ def test_every_call_is_legal_and_each_state_is_written_once(model_type):
         assert users == {"aten.index_select": 1, "npu.npu_scatter_nd_update_": 1}
 
 
-def test_captured_graphs_call_the_fused_delta_rule():
-    """For prompts and decoded tokens alike, with nothing in them that depends on how a step is dealt out."""
+def of_kinds(traced):
+    """Calls of both graphs, and how many steps each ran."""
+    decode, steps = decode_graph(traced), [0, 0]
+
+    def counted(kind, run):
+        def call(*args):
+            steps[kind] += 1
+            return run(*args)
+
+        return call
+
+    calls = DecodeCalls(traced, decode, counted(0, decode.module), counted(1, traced.module))
+    return calls, decode, steps
+
+
+@pytest.mark.parametrize("graph_mode", ["ge", "aclgraph"])
+@pytest.mark.parametrize("model_type", [name for name in ALL if name != "lfm2"], scope="module")
+def test_decode_steps_of_their_own_are_exact(model_type, graph_mode):
+    model, traced = lowered(model_type, graph_mode=graph_mode)
+    if not any(s.name == "recurrent_state" for s in traced.caches if isinstance(s, StateSpec)):
+        assert decode_graph(traced) is None
+        return
+    calls, decode, steps = of_kinds(traced)
+    assert illegal_calls(decode, decode.npu) == []
+    assert [n.name for n in decode.placeholders] == [n.name for n in traced.placeholders]
+    engine = Engine(link(traced, calls), block_size=16, num_blocks=64, max_num_batched_tokens=150)
+    assert_served(model, engine.generate(prompts(*LENGTHS, 1), LONGER))
+    assert min(steps) > 1
+
+
+def test_captured_graphs_call_the_operators_of_the_delta_rule():
+    """That over chunks in the graph of prompts, the recurrent one in that of decode steps."""
     model, traced = lowered("qwen3_5_text", graph_mode="aclgraph")
-    calls = [n for n in traced.graph.nodes if "npu_chunk_gated_delta_rule" in str(n.target)]
-    assert len(calls) == sum(spec.name == "recurrent_state" for spec in traced.caches if isinstance(spec, StateSpec))
+    count = sum(spec.name == "recurrent_state" for spec in traced.caches if isinstance(spec, StateSpec))
+    for graph, fused, other in ((traced, "chunk", "recurrent"), (decode_graph(traced), "recurrent", "chunk")):
+        names = [operator_name(node) for node in graph.graph.nodes]
+        assert names.count(f"npu.npu_{fused}_gated_delta_rule") == count
+        assert f"npu.npu_{other}_gated_delta_rule" not in names
     assert not [name for name in traced.step_inputs if name.startswith(CHUNK_TABLES)]
     assert illegal_calls(traced, traced.npu) == []
     engine = Engine(link(traced, traced.module), block_size=16, num_blocks=64, max_num_batched_tokens=150)
     assert_served(model, engine.generate(prompts(*LENGTHS), GREEDY))
+
+
+LAUNCHES = {
+    ("qwen3_next", "ge"): 62,
+    ("qwen3_next", "aclgraph"): 50,
+    ("qwen3_5_text", "ge"): 42,
+    ("qwen3_5_text", "aclgraph"): 33,
+}
+"""Most of a layer with a gated delta rule in decode steps, in bfloat16."""
+
+
+@pytest.mark.parametrize(("model_type", "graph_mode"), LAUNCHES)
+def test_launches_of_a_decode_step(model_type, graph_mode):
+    _, traced = lowered(model_type, graph_mode=graph_mode, dtype=torch.bfloat16)
+    decode = decode_graph(traced)
+    layers = decoder_layers(decode.graph)
+    counts = Counter(layer for node, layer in layers.of.items() if launches_work(node))
+    of_states = {layers.of[n] for n in decode.graph.nodes if "softplus" in operator_name(n)}
+    assert max(counts[layer] for layer in of_states) <= LAUNCHES[model_type, graph_mode]
 
 
 def test_steps_that_recurrences_do_not_take():

@@ -17,9 +17,9 @@ from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import shape
 from torch_pagoda.passes.lower.npu.attention import decode_attention
 from torch_pagoda.passes.lower.npu.attention.attention_routes import Heads
-from torch_pagoda.passes.lower.npu.attention.decode_attention import decode_graph
 from torch_pagoda.passes.lower.npu.attention.paged_attention import lower_npu_paged_attention
 from torch_pagoda.passes.lower.npu.call import Call
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.passes.rewrite.share_subexpressions import share_subexpressions
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.npu.limits import violations

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from state_graphs import StateGraph, step_of
 
 from torch_pagoda.passes import UnsupportedModel
+from torch_pagoda.passes.lower.npu import decode_states, states
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.passes.lower.npu.states import lower_npu_states
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.state.causal_conv1d import causal_conv1d
@@ -87,6 +91,67 @@ def test_a_delta_rule_where_calls_are_captured() -> None:
     assert not set(graph.traced.step_inputs) & {f"{name}_64" for name in CHUNK_TABLES}
 
 
+@pytest.mark.parametrize(
+    ("kind", "delta", "graph_mode"),
+    [
+        ("head", True, "ge"),
+        ("head", True, "aclgraph"),
+        ("channel", True, "ge"),
+        ("channel", False, "aclgraph"),
+        ("constant", False, "ge"),
+        ("scan", False, "aclgraph"),
+    ],
+)
+def test_a_step_of_one_token_per_sequence(kind: str, delta: bool, graph_mode: str) -> None:
+    """Many steps, each from slots that the one before wrote, or from snapshots that stay."""
+    target = NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16)
+    graph = scan(target) if kind == "scan" else recurrence(kind, delta, target)
+    lower_npu_states(graph.traced)
+    other = StateGraph.__new__(StateGraph)
+    decoded = decode_graph(graph.traced)
+    assert decoded is not None
+    assert not [node for node in decoded.placeholders if node.users and node.name.startswith(CHUNK_TABLES)]
+    other.traced, other.given = decoded, graph.given
+    assert_legal(decoded)
+    assert operators(decoded).count("npu.npu_scatter_nd_update_") == 1
+    fused = kind == "head" and graph_mode == "aclgraph"
+    assert operators(decoded).count("npu.npu_recurrent_gated_delta_rule") == fused
+    assert "npu.npu_chunk_gated_delta_rule" not in operators(decoded), "it is for prompts"
+    assert len(operators(decoded)) <= (8 if fused else 14)
+    spec = graph.traced.caches[0]
+    state = torch.randn(2 * TOKENS + 1, *spec.shape)
+    expected_state = state.clone()
+    starts, every = torch.arange(TOKENS + 1).int(), torch.arange(TOKENS).int()
+    for read, write in ((every, every), (every, every + TOKENS), (every + TOKENS, every)):
+        expected = graph.run(expected_state, starts, read, write)
+        torch.testing.assert_close(other.run(state, starts, read, write), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(state, expected_state, atol=1e-5, rtol=1e-5)
+
+
+def test_operators_that_the_device_computes_wrongly_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"npu_chunk_gated_delta_rule": "its results are NaN", "npu_recurrent_gated_delta_rule": "it raises"}
+    for module in (states, decode_states):
+        monkeypatch.setattr(module, "why_wrong", lambda name, device: said[name] if device == "npu" else "")
+    graph = recurrence("head", True, replace(CAPTURED, tried_on="npu"))
+    reasons = refusals(lower_npu_states(graph.traced))
+    assert all(f"npu.{name}: {reason}" in reasons for name, reason in said.items())
+    decoded = decode_graph(graph.traced)
+    assert decoded is not None
+    assert not [name for g in (graph.traced, decoded) for name in operators(g) if "delta_rule" in name]
+
+
+def test_no_release_has_the_operator_over_chunks_on_950() -> None:
+    target = NpuTarget("Ascend950PR", graph_mode="aclgraph", float32_as=torch.bfloat16)
+    said = refusals(lower_npu_states(recurrence("head", True, target).traced))
+    assert "npu.npu_chunk_gated_delta_rule: Ascend950PR does not run it" in said
+
+
+def test_a_convolution_alone_has_no_graph_of_its_own() -> None:
+    graph = convolution()
+    lower_npu_states(graph.traced)
+    assert decode_graph(graph.traced) is None
+
+
 def test_half_precision_keeps_states_in_float32() -> None:
     given = recurrence("head", True)
     arguments = [
@@ -125,8 +190,8 @@ def test_why_no_fused_delta_rule(kind: str, delta: bool, graph_mode: str, dim: i
     graph = recurrence(kind, delta, NpuTarget(graph_mode=graph_mode, float32_as=torch.bfloat16), dim)
     said = refusals(lower_npu_states(graph.traced))
     assert REFUSED[kind, delta, graph_mode, dim] in said
-    recurrent = "npu.npu_recurrent_gated_delta_rule: a step's prompts have more than the 8 tokens that it takes"
-    assert (recurrent in said) == delta
+    recurrent = "npu.npu_recurrent_gated_delta_rule: it is documented for single calls and graphs of fixed sizes"
+    assert (recurrent in said) == (delta and graph_mode == "ge")
     assert not [name for name in operators(graph.traced) if "delta_rule" in name]
 
 
