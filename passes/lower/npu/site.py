@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -113,7 +114,8 @@ class Site:
         """Insert the ATen operators that ``function`` calls; nodes stand for its tensors. Nodes that it returns.
 
         Raises:
-            ValueError: the function writes into a tensor of its own: passes take nodes for what they yield.
+            ValueError: the function writes into a tensor of its own: passes take nodes for what they yield. Or it
+                takes a size that varies for the number that it was in the example.
         """
         nodes = inline(self.traced, function, *args)
         self._chosen.append("aten")
@@ -197,8 +199,15 @@ class _Inliner(TorchDispatchMode):
 
         given = pytree.tree_map(enter, args, is_leaf=lambda x: isinstance(x, fx.Node))
         self.given = set(self.nodes)
-        with self.traced.fake_mode, torch.no_grad(), self:
+        shapes = self.traced.fake_mode.shape_env
+        fixed = set(shapes.replacements) if shapes is not None else set()
+        # Composite operators in torch's own Python: those in C++ (matmul of torch 2.12) ask for sizes as numbers.
+        with enable_python_dispatcher(), self.traced.fake_mode, torch.no_grad(), self:
             result = function(*given)
+        if shapes is not None:
+            new = {size: to for size, to in shapes.replacements.items() if size not in fixed and to.is_number}
+            if new:
+                raise ValueError(f"the function takes sizes that vary for numbers: {new}; it must keep them symbolic")
         return pytree.tree_map(lambda t: self.nodes[id(t)] if isinstance(t, torch.Tensor) else t, result)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
