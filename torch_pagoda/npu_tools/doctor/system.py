@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from ..torch_build import cuda_release
+
 __all__ = ["MOST_BYTES", "System", "plain"]
 
 MOST_BYTES = 65536
@@ -64,6 +66,7 @@ class System:
         environment: variables of the process.
         run: runs a command and gives its exit status and output, or None where there is no such command.
         version_of: gives the version of an installed distribution, or None.
+        torch_cuda: gives the CUDA release that the installed torch is built for, or None.
         user_id: effective user.
         groups: numbers of the groups that the user is in.
         machine: as ``platform.machine()``.
@@ -74,6 +77,7 @@ class System:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], tuple[int, str] | None] = _run
     version_of: Callable[[str], str | None] = _installed
+    torch_cuda: Callable[[], str | None] = cuda_release
     user_id: int = field(default_factory=os.geteuid)
     groups: frozenset[int] = field(default_factory=_groups)
     machine: str = field(default_factory=platform.machine)
