@@ -117,7 +117,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
     found = examine(machine)
     assert [finding for finding in found if finding.status != OK] == []
     assert of(found, "CANN").text == f"9.1.0 in {CANN}"
-    assert "(COMPATIBILITY.md of TorchNPU" in of(found, "CANN for torch_npu").text
+    assert "(COMPATIBILITY.md of Ascend/pytorch" in of(found, "CANN for torch_npu").text
     assert of(found, "memory 1").text == "62146 of 65536 MiB free"
     assert of(found, "import torch_npu").text == "torch_npu sees 2 devices"
 
@@ -127,6 +127,14 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
     [
         (lambda m: replace(m, python=(3, 10, 2)), "python", "3.10.2", "use Python 3.11"),
         (lambda m: installed(m), "torch", "not installed", "torch==2.12.0 --index-url"),
+        (
+            lambda m: installed(m, torch="2.10.0+cpu", torch_npu="2.10.0.post4"),
+            *(
+                "torch",
+                "2.10.0+cpu is older than 2.11, the oldest that torch-pagoda runs with",
+                "torch==2.12.0 --index",
+            ),
+        ),
         (
             lambda m: replace(m, torch_cuda=lambda: "13.0"),
             *(

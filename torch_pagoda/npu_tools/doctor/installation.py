@@ -20,6 +20,7 @@ _CANN = ("/usr/local/Ascend/cann", "/usr/local/Ascend/ascend-toolkit/latest")
 _VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 _RECOMMENDED = "2.12.0"
 """The torch of the pair that the vendor recommends."""
+_OLDEST = (2, 11)
 _DRIVER = "/usr/local/Ascend/driver"
 _ASK = (
     "import json, torch, torch_npu\n"
@@ -44,7 +45,13 @@ def torch_npu(system: System) -> Iterator[Finding]:
         yield problem("torch", "not installed", cpu_build(_RECOMMENDED))
         return
     cuda, release_of = system.torch_cuda(), torch.partition("+")[0]
-    if cuda is None:
+    if _numbers(torch) < _OLDEST:
+        yield problem(
+            "torch",
+            f"{plain(torch, 60)} is older than {'.'.join(map(str, _OLDEST))}, the oldest that torch-pagoda runs with",
+            cpu_build(_RECOMMENDED),
+        )
+    elif cuda is None:
         yield ok("torch", plain(torch, 60))
     else:
         yield problem(
