@@ -17,6 +17,7 @@ from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
 from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
+from ..passes.lower.npu.experts.rows_in_place import check_rows_read_once
 from ..passes.rewrite.fold_constants import fold_constants
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase
@@ -156,6 +157,7 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
         found.captured.notes.of_layers = frozenset()
         run_passes(found.captured, [*stages.folds, *stages.weights])
     if found.traced.npu is not None:
+        check_rows_read_once(found.traced)
         routes = [route for record in report.passes for route in record.routes]
         report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
     return found

@@ -62,7 +62,9 @@ class NpuTarget:
         if self.graph_mode not in GRAPH_MODES:
             raise ValueError(f"graph_mode={self.graph_mode!r} is not one of {', '.join(map(repr, GRAPH_MODES))}")
         if not re.match(r"\d+\.\d+(\.|$)", self.cann):
-            raise ValueError(f"cann={self.cann!r} is not a version of CANN; give its release, such as {NEWEST_CANN!r}")
+            raise ValueError(
+                f"cann={self.cann!r} is not a version of CANN; give its release, such as {NEWEST_CANN!r}"
+            )
         if self.block_size < 1:
             raise ValueError(f"block_size={self.block_size} is below 1; Ascend's attention reads 128 fastest")
 

@@ -43,6 +43,6 @@ def test_without_a_version_a_device_gets_the_limits_that_every_release_keeps(
 
 def test_releases_are_compared_as_numbers() -> None:
     assert NpuTarget(cann="10.0").cann_release > NpuTarget(cann="9.1.0").cann_release
-    with pytest.raises(ValueError, match=r"cann='nine' is no version of CANN; give its release, such as '9\.1'"):
+    with pytest.raises(ValueError, match=r"cann='nine' is not a version of CANN; give its release, such as '9\.1'"):
         NpuTarget(cann="nine")
     assert toolkit_folder({"ASCEND_HOME_PATH": "not/absolute"}, lambda folder: folder.endswith("latest")) is not None

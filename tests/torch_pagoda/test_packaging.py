@@ -8,6 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from torch_pagoda.npu_tools.offline.wheels import TORCH_NPU
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 SETTINGS = PROJECT["tool"]["setuptools"]
@@ -70,7 +72,10 @@ def test_what_we_depend_on_is_constrained_to_one_release_within_its_bounds(syste
 
 
 def test_torch_has_no_upper_bound_but_for_npus() -> None:
+    """The extra for NPUs takes a build for CPUs alone, beside the torch-npu that is compiled for it."""
     (torch,) = (r for r in map(Requirement, PROJECT["project"]["dependencies"]) if r.name == "torch")
-    (npu,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["npu"])
+    pair = {r.name: r.specifier for r in map(Requirement, PROJECT["project"]["optional-dependencies"]["npu"])}
     assert {bound.operator for bound in torch.specifier} == {">="}
-    assert {bound.operator for bound in npu.specifier} == {">=", "<"}
+    (cpu,), (npu,) = pair["torch"], pair["torch-npu"]
+    release, _, build = cpu.version.partition("+")
+    assert build == "cpu" and release in torch.specifier and npu.version == TORCH_NPU[release].version

@@ -37,6 +37,15 @@ SMI = """\
 | 0       0                 | 4711          | python                   | 100                     |
 """
 
+# Of torch_npu 2.12.0.post3 beside torch 2.12.0+cu130; what 13 frames say is left out.
+ABORT = """\
+terminate called after throwing an instance of 'c10::ValueError'
+  what():  Duplicated key 'pinned_reserve_segment_size_mb' found in device-specific configuration parser hook
+Exception raised from registerDeviceConfigParserHook at /opt/torch/include/c10/core/AllocatorConfig.h:278
+frame #13: dlopen + 0x69 (0x7f0244aa3569 in /lib/x86_64-linux-gnu/libc.so.6)
+<omitting python frames>
+"""
+
 
 def answers(smi: str | None = SMI, devices: str = "DEVICES 2\n", status: int = 0) -> Callable[..., object]:
     def run(command: Sequence[str]) -> tuple[int, str] | None:
@@ -73,6 +82,7 @@ def machine(tmp_path: Path) -> System:
         environment=environment,
         run=answers(),  # type: ignore[arg-type]
         version_of=versions.get,
+        torch_cuda=lambda: None,
         user_id=1001,
         groups=frozenset({os.stat(tmp_path / "dev/davinci0").st_gid}),
         machine="aarch64",
@@ -107,7 +117,7 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
     found = examine(machine)
     assert [finding for finding in found if finding.status != OK] == []
     assert of(found, "CANN").text == f"9.1.0 in {CANN}"
-    assert "(COMPATIBILITY.md of TorchNPU" in of(found, "CANN for torch_npu").text
+    assert "(COMPATIBILITY.md of Ascend/pytorch" in of(found, "CANN for torch_npu").text
     assert of(found, "memory 1").text == "62146 of 65536 MiB free"
     assert of(found, "import torch_npu").text == "torch_npu sees 2 devices"
 
@@ -116,7 +126,27 @@ def test_a_machine_on_which_all_fits(machine: System) -> None:
     ("change", "check", "words", "remedy"),
     [
         (lambda m: replace(m, python=(3, 10, 2)), "python", "3.10.2", "use Python 3.11"),
-        (lambda m: installed(m), "torch", "not installed", "pip install torch"),
+        (lambda m: installed(m), "torch", "not installed", "torch==2.12.0 --index-url"),
+        (
+            lambda m: installed(m, torch="2.10.0+cpu", torch_npu="2.10.0.post4"),
+            *(
+                "torch",
+                "2.10.0+cpu is older than 2.11, the oldest that torch-pagoda runs with",
+                "torch==2.12.0 --index",
+            ),
+        ),
+        (
+            lambda m: replace(m, torch_cuda=lambda: "13.0"),
+            *(
+                "torch",
+                "2.12.0+cpu is built for CUDA 13.0: importing torch_npu beside it ends",
+                "torch==2.12.0 --index",
+            ),
+        ),
+        (
+            lambda m: replace(m, run=answers(devices=ABORT, status=-6)),
+            *("import torch_npu", "Duplicated key 'pinned_reserve_segment_size_mb'", "problems above"),
+        ),
         (lambda m: installed(m, torch="2.12.0"), "torch_npu", "not installed", "'torch-npu==2.12.0.*'"),
         (
             lambda m: installed(m, torch="2.13.0+cpu", torch_npu="2.12.0"),

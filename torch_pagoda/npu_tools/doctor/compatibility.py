@@ -8,7 +8,9 @@ from __future__ import annotations
 __all__ = ["CANN_OF_TORCH_NPU", "DRIVERS_OF_CANN", "PYTHONS", "SOURCES", "release"]
 
 SOURCES = {
-    "npu": "COMPATIBILITY.md of TorchNPU at gitcode.com (wzyly/pytorch, master: releases 26.0.0 to 26.1.1)",
+    "npu": "COMPATIBILITY.md of Ascend/pytorch at 9e73e708",
+    "fork": "COMPATIBILITY.md of TorchNPU at gitcode.com (wzyly/pytorch, master: releases 26.0.0 to 26.1.1)",
+    "base": "no table lists the build, and COMPATIBILITY.md of Ascend/pytorch at 9e73e708 its release",
     "wheel": "the description of torch-npu 2.14.0 on PyPI: CANN 9.1.0",
     "cann": "CANN 9.1.1 release notes, compatibility with the Ascend HDK (hiascend.com, CANNCommunityEdition 910)",
     "cann85": "CANN 8.5.0 release notes (hiascend.com, canncommercial 850, releasenote_0000)",
@@ -16,10 +18,13 @@ SOURCES = {
 
 # torch_npu → (CANN that it is released for, key of the source); "9.1" stands for every 9.1.x.
 CANN_OF_TORCH_NPU: dict[str, tuple[str, str]] = {
+    "2.10.0.post4": ("9.1.0", "npu"),
     "2.11.0": ("9.1.0", "npu"),
-    "2.11.0.post2": ("9.1", "npu"),
+    "2.11.0.post2": ("9.1", "fork"),
+    "2.11.0.post3": ("9.1", "base"),
     "2.12.0": ("9.1.0", "npu"),
-    "2.12.0.post2": ("9.1", "npu"),
+    "2.12.0.post2": ("9.1", "fork"),
+    "2.12.0.post3": ("9.1", "base"),
     "2.14.0": ("9.1.0", "wheel"),
 }
 

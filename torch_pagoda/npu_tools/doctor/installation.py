@@ -7,12 +7,16 @@ import sys
 from collections.abc import Iterator
 
 from ...runtime.cann_toolkit import CANN_VARIABLES, toolkit_folder, toolkit_version, version_in
+from ..torch_build import cpu_build, why_it_died
 from .compatibility import CANN_OF_TORCH_NPU, DRIVERS_OF_CANN, PYTHONS, SOURCES, release
 from .finding import Finding, ok, problem, unknown
 from .system import System, plain
 
 __all__ = ["cann", "cann_version", "driver", "environment", "firmware", "imports", "python", "torch_npu"]
 
+_RECOMMENDED = "2.12.0"
+"""The torch of the pair that the vendor recommends."""
+_OLDEST = (2, 11)
 _DRIVER = "/usr/local/Ascend/driver"
 _ASK = (
     "import json, torch, torch_npu\n"
@@ -34,13 +38,26 @@ def torch_npu(system: System) -> Iterator[Finding]:
     """Check that torch and torch_npu are installed and of the same release."""
     torch, npu = system.version_of("torch"), system.version_of("torch-npu")
     if torch is None:
-        yield problem("torch", "not installed", "pip install torch (a build for CPUs)")
+        yield problem("torch", "not installed", cpu_build(_RECOMMENDED))
         return
-    yield ok("torch", plain(torch, 60))
+    cuda, release_of = system.torch_cuda(), torch.partition("+")[0]
+    if _numbers(torch) < _OLDEST:
+        yield problem(
+            "torch",
+            f"{plain(torch, 60)} is older than {'.'.join(map(str, _OLDEST))}, the oldest that torch-pagoda runs with",
+            cpu_build(_RECOMMENDED),
+        )
+    elif cuda is None:
+        yield ok("torch", plain(torch, 60))
+    else:
+        yield problem(
+            "torch",
+            f"{plain(torch, 60)} is built for CUDA {plain(cuda, 20)}: importing torch_npu beside it ends the process",
+            cpu_build(plain(release_of, 20)),
+        )
     if npu is None:
-        release_of = torch.partition("+")[0]
         yield problem("torch_npu", "not installed", f"pip install 'torch-npu=={plain(release_of, 20)}.*'")
-    elif (compiled_for := npu.partition(".post")[0]) != torch.partition("+")[0]:
+    elif (compiled_for := npu.partition(".post")[0]) != release_of:
         yield problem(
             "torch_npu",
             f"{plain(npu, 60)} is compiled for torch {plain(compiled_for, 20)}, but torch is {plain(torch, 60)}",
@@ -157,8 +174,8 @@ def imports(system: System) -> Iterator[Finding]:
     status, output = result
     count = re.search(r"^DEVICES (\d{1,4})$", output, re.MULTILINE)
     if status or count is None:
-        last = plain((output.strip().splitlines() or [f"exit status {status}"])[-1])
-        yield problem("import torch_npu", last, "fix the problems above first; a missing library is CANN's")
+        why = plain(why_it_died(output) or f"exit status {status}")
+        yield problem("import torch_npu", why, "fix the problems above first; a missing library is CANN's")
     elif count[1] == "0":
         yield problem("import torch_npu", "torch_npu sees no device", "see the lines 'devices' below")
     else:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from ..torch_build import cuda_release
+
 __all__ = ["MOST_BYTES", "System", "plain"]
 
 MOST_BYTES = 65536
@@ -63,6 +65,7 @@ class System:
         environment: variables of the process.
         run: runs a command; returns its exit status and output, or None if there is no such command.
         version_of: returns the version of an installed distribution, or None.
+        torch_cuda: returns the CUDA release that the installed torch is built for, or None.
         user_id: effective user.
         groups: ids of the user's groups.
         machine: as ``platform.machine()``.
@@ -73,6 +76,7 @@ class System:
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     run: Callable[[Sequence[str]], tuple[int, str] | None] = _run
     version_of: Callable[[str], str | None] = _installed
+    torch_cuda: Callable[[], str | None] = cuda_release
     user_id: int = field(default_factory=os.geteuid)
     groups: frozenset[int] = field(default_factory=_groups)
     machine: str = field(default_factory=platform.machine)

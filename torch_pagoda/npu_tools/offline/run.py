@@ -9,18 +9,17 @@ from __future__ import annotations
 import importlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...compiler.targets.npu.without_device import OFFLINE_TOOLCHAIN, is_offline
-from .toolchain import Toolchain, find_toolchain, set_up_toolchain
+from ...compiler.targets.npu.without_device import is_offline
+from .toolchain import Toolchain, environment, find_toolchain, set_up_toolchain
 
 _logger = logging.getLogger(__name__)
 
@@ -35,26 +34,6 @@ class OfflineCallError(RuntimeError):
     def __init__(self, message: str, traceback: str = "") -> None:
         super().__init__(message)
         self.traceback = traceback
-
-
-def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment variables for a Python that can import torch_npu and torchair.
-
-    Args:
-        toolchain: a complete toolchain.
-        base: variables to extend; only those that would load the wrong libraries are removed.
-    """
-    variables = dict(base)
-    variables["LD_LIBRARY_PATH"] = _joined(toolchain.libraries, base.get("LD_LIBRARY_PATH"))
-    variables["PYTHONPATH"] = _joined(toolchain.packages, base.get("PYTHONPATH"))
-    # Without it `import torch` imports torch_npu, in the middle of its own import.
-    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
-    # torch_npu refuses to load where torch sees a GPU.
-    variables["CUDA_VISIBLE_DEVICES"] = ""
-    variables["ASCEND_HOME_PATH"] = str(toolchain.cann / "home")
-    variables["ASCEND_OPP_PATH"] = str(toolchain.cann / "opp")
-    variables[OFFLINE_TOOLCHAIN] = str(toolchain.folder)
-    return variables
 
 
 def run_python(arguments: Sequence[str], toolchain: Toolchain | None = None) -> int:
@@ -134,8 +113,3 @@ def _call(function: str, arguments: dict[str, Any]) -> Any:
 
 def _status(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
-
-
-def _joined(folder: Path, others: str | None) -> str:
-    """A search path; an empty entry would mean the working directory."""
-    return os.pathsep.join([str(folder), *filter(None, (others or "").split(os.pathsep))])

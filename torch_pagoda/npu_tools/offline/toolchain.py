@@ -15,17 +15,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
+from ...compiler.targets.npu.without_device import OFFLINE_TOOLCHAIN
 from ...runtime.private_folder import NotPrivate, cache_folder, check_private_folder, locked, make_private_folder
+from ..torch_build import cpu_build, cuda_release, why_it_died
 from .stand_in import ToolchainError, build_stand_ins, find_tools
 from .wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
 
-__all__ = ["Toolchain", "ToolchainError", "find_toolchain", "locate_toolchain", "set_up_toolchain"]
+__all__ = ["Toolchain", "ToolchainError", "environment", "find_toolchain", "locate_toolchain", "set_up_toolchain"]
 
 _logger = logging.getLogger(__name__)
 # Part of every folder's name: raise it when what is built into a folder changes.
@@ -77,6 +79,26 @@ class Toolchain:
         return content
 
 
+def environment(toolchain: Toolchain, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables that start a Python which can import torch_npu and torchair.
+
+    Args:
+        toolchain: a complete toolchain.
+        base: variables to add to; nothing in it is lost but what would load the wrong thing.
+    """
+    variables = dict(base)
+    variables["LD_LIBRARY_PATH"] = _joined(toolchain.libraries, base.get("LD_LIBRARY_PATH"))
+    variables["PYTHONPATH"] = _joined(toolchain.packages, base.get("PYTHONPATH"))
+    # Without it `import torch` imports torch_npu, in the middle of its own import.
+    variables["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # torch_npu refuses to load where torch sees a GPU.
+    variables["CUDA_VISIBLE_DEVICES"] = ""
+    variables["ASCEND_HOME_PATH"] = str(toolchain.cann / "home")
+    variables["ASCEND_OPP_PATH"] = str(toolchain.cann / "opp")
+    variables[OFFLINE_TOOLCHAIN] = str(toolchain.folder)
+    return variables
+
+
 def locate_toolchain(torch_version: str | None = None, python_tag: str | None = None) -> Toolchain:
     """The toolchain for this machine, this Python and the installed torch, installed or not.
 
@@ -87,10 +109,17 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
         python_tag: by default this Python's, like cp311.
 
     Raises:
-        ToolchainError: there is no matching torch-npu wheel.
+        ToolchainError: there is no matching torch-npu wheel, or the installed torch is a build with CUDA.
     """
     machine = _require_platform()
-    torch_version = torch_version or metadata.version("torch")
+    if torch_version is None:
+        torch_version = metadata.version("torch")
+        cuda = cuda_release()
+        if cuda is not None:
+            raise ToolchainError(
+                f"torch {torch_version} is built for CUDA {cuda}, and torch_npu beside it ends the process; "
+                f"install the build for CPUs: {cpu_build(torch_version.partition('+')[0])}"
+            )
     python_tag = python_tag or f"cp{sys.version_info.major}{sys.version_info.minor}"
     release = torch_version.partition("+")[0]
     if release not in TORCH_NPU:
@@ -206,6 +235,8 @@ def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:
         on_step("building stand-ins for the CANN libraries")
         wheel = sorted((unfinished.packages / "torch_npu").rglob("*.so"))
         names, symbols = build_stand_ins(wheel, torch_libraries, unfinished.libraries)
+        on_step("importing torch_npu")
+        _check_import(unfinished)
         manifest = {
             "wheels": [str(r) for r in toolchain.requirements],
             "torch": metadata.version("torch"),
@@ -217,6 +248,20 @@ def _build(toolchain: Toolchain, on_step: Callable[[str], None]) -> None:
         if toolchain.folder.exists():  # damaged: a complete one would have been kept
             shutil.rmtree(toolchain.folder)
         os.rename(unfinished.folder, toolchain.folder)
+
+
+def _check_import(toolchain: Toolchain) -> None:
+    """Raise ``ToolchainError`` if a Python with the toolchain cannot import torch_npu."""
+    command = [sys.executable, "-c", "import torch_npu"]
+    result = subprocess.run(
+        command, env=environment(toolchain), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if result.returncode:
+        _logger.debug("import torch_npu: %s", result.stdout)
+        raise ToolchainError(
+            f"{toolchain.requirements[0].name} {toolchain.requirements[0].version} cannot be imported beside torch "
+            f"{metadata.version('torch')}: {why_it_died(result.stdout) or f'exit status {result.returncode}'}"
+        )
 
 
 def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
@@ -246,3 +291,8 @@ def _install(requirements: tuple[Requirement, ...], folder: Path) -> None:
         f"pip could not install {names}: {reason}. A package index must be reachable once (pip's settings apply, for "
         f"instance PIP_INDEX_URL), or copy the folder {folder.parent.parent.parent} from a machine that has it"
     )
+
+
+def _joined(folder: Path, others: str | None) -> str:
+    """A search path; an empty part would mean the working directory."""
+    return os.pathsep.join([str(folder), *filter(None, (others or "").split(os.pathsep))])

@@ -40,7 +40,9 @@ def label_branches(gm: fx.GraphModule) -> str:
         return str(error)
     for branch in branches:
         with graph.inserting_before(branch[0]):
-            keys, values = ["_user_stream_label", "_user_stream_priority"], [LABEL, "0"]
+            # As torchair's npu_stream_switch writes them; GE reads the last from CANN 9.0 on.
+            labels = {"_user_stream_label": LABEL, "_user_stream_priority": "0", "_enable_inner_parallel": "True"}
+            keys, values = list(labels), list(labels.values())
             graph.call_function(torch.ops.air.scope_enter.default, (keys, values))
         with graph.inserting_before(branch[-1].next):
             graph.call_function(torch.ops.air.scope_exit.default, ())

@@ -41,7 +41,7 @@ def run(sample: Sample, name: str) -> Any:
 
 def test_torch_npu_was_there_first():
     torch_npu = sys.modules["torch_npu"]
-    assert torch_npu.__version__.startswith("2.13.0")
+    assert torch_npu.__version__.partition(".post")[0] == torch.__version__.partition("+")[0]
     # Only torch_npu defines its private operators.
     assert hasattr(torch.ops.npu, "npu_fusion_attention")
 

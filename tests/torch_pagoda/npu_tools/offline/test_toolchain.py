@@ -18,7 +18,7 @@ import pytest
 from torch_pagoda import cli
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
 from torch_pagoda.npu_tools.offline import toolchain as module
-from torch_pagoda.npu_tools.offline.run import environment, run_python
+from torch_pagoda.npu_tools.offline.run import run_python
 from torch_pagoda.npu_tools.offline.stand_in import (
     build_stand_ins,
     defined_symbols,
@@ -30,6 +30,7 @@ from torch_pagoda.npu_tools.offline.stand_in import (
 from torch_pagoda.npu_tools.offline.toolchain import (
     Toolchain,
     ToolchainError,
+    environment,
     find_toolchain,
     locate_toolchain,
     set_up_toolchain,
@@ -72,7 +73,7 @@ def index(tmp_path: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     wheel = folder / "torch_npu-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("torch_npu/__init__.py", "")
+        archive.writestr("torch_npu/__init__.py", "import os\nif 'TORCH_NPU_DIES' in os.environ: os.abort()\n")
         archive.write(library, "torch_npu/part.so")
         info = "torch_npu-1.0.dist-info"
         archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: torch-npu\nVersion: 1.0\n")
@@ -129,8 +130,8 @@ def test_stand_ins_make_a_library_loadable(library: Path, tmp_path: Path) -> Non
 def test_set_up_once(index: Callable[..., Toolchain]) -> None:
     steps: list[str] = []
     toolchain = set_up_toolchain(steps.append, index())
-    assert toolchain.complete and len(steps) == 2
-    assert steps[0] == "downloading torch-npu 1.0"
+    assert toolchain.complete and len(steps) == 3
+    assert steps[0] == "downloading torch-npu 1.0" and steps[-1] == "importing torch_npu"
     assert toolchain.manifest()["stand_ins"] == ["libascendcl.so"] and toolchain.manifest()["symbols"] == 1
     entries = {path.name for path in toolchain.folder.parent.iterdir()}
     assert entries == {"chain", ".chain.lock"}, "the unfinished folder is gone"
@@ -139,10 +140,20 @@ def test_set_up_once(index: Callable[..., Toolchain]) -> None:
 
     before = toolchain.folder.stat().st_mtime_ns
     assert set_up_toolchain(steps.append, index()) == toolchain
-    assert len(steps) == 2 and toolchain.folder.stat().st_mtime_ns == before
+    assert len(steps) == 3 and toolchain.folder.stat().st_mtime_ns == before
 
     shutil.rmtree(toolchain.packages)
-    assert set_up_toolchain(steps.append, index()).complete and len(steps) == 4, "a damaged one is built anew"
+    assert set_up_toolchain(steps.append, index()).complete and len(steps) == 6, "a damaged one is built anew"
+
+
+@needs_compiler
+def test_a_toolchain_that_cannot_be_imported_is_not_kept(
+    index: Callable[..., Toolchain], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_NPU_DIES", "1")
+    with pytest.raises(ToolchainError, match=r"torch-npu 1\.0 cannot be imported beside torch .*: exit status -6"):
+        set_up_toolchain(toolchain=index())
+    assert not index().folder.exists()
 
 
 @needs_compiler
@@ -273,6 +284,14 @@ def test_other_machines(name: str, value: object, words: str, monkeypatch: pytes
     monkeypatch.setattr(platform, name, lambda: value)
     with pytest.raises(ToolchainError, match=words):
         locate_toolchain()
+
+
+def test_a_torch_with_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cuda_release", lambda: "13.0")
+    for ask in (locate_toolchain, find_toolchain, set_up_toolchain):
+        with pytest.raises(ToolchainError, match=r"is built for CUDA 13\.0, .*ends the process; .*whl/cpu"):
+            ask()
+    assert locate_toolchain("2.12.0").requirements, "a release that is named need not be the installed one"
 
 
 def test_a_missing_toolchain_is_not_built_by_the_way() -> None:
