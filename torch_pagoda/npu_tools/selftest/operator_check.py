@@ -25,7 +25,7 @@ LIMITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-13, t
 in half precision, sums in another order in the others."""
 _ROUNDED = (torch.int8, torch.uint8)
 """Of these an entry may be the neighboring integer; other integers are to be equal."""
-_CHOICES = ("topk", "npu_moe_gating_top_k_softmax")
+_CHOICES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k_softmax_v2")
 """Operators that choose the largest entries of rows: of two that are alike they may take either."""
 _REPEATS = 3
 

@@ -1,4 +1,4 @@
-"""GE converters for NPU operators that CANN has and torchair has no converter for, and changes to two that it has.
+"""GE converters for NPU operators that CANN has and torchair has no converter for, and changes to some that it has.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's
@@ -95,6 +95,59 @@ def _of_float32(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def _of_second_version(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """MoeGatingTopKSoftmaxV2(x, finished?; k, renorm) → (y, expert_idx, softmax_result), in place of torchair's
+    converter of npu_moe_gating_top_k_softmax_v2, which gives the first version's function arguments that it does not
+    have. The prototype is in CANN's ops-transformer; the name of its flag for the third result is not torchair's.
+    """
+
+    @functools.wraps(convert)
+    def converted(
+        x: Any,
+        *,
+        k: int = 1,
+        finished: Any = None,
+        renorm: int = 0,
+        output_softmax: bool = False,
+        meta_outputs: Any = None,
+    ) -> Any:
+        from torchair import ge
+
+        if output_softmax:
+            raise RuntimeError("npu_moe_gating_top_k_softmax_v2: output_softmax is not converted")
+        return ge.custom_op(
+            "MoeGatingTopKSoftmaxV2",
+            inputs={"x": x, "finished": finished},
+            attrs={"k": ge.attr.Int(k), "renorm": ge.attr.Int(renorm)},
+            outputs=["y", "expert_idx", "softmax_result"],
+        )
+
+    return converted
+
+
+def _overwriting(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_apply_rotary_pos_emb without its copies of queries and keys, which CANN's
+    ``ApplyRotaryPosEmbTensorMoveFusionPass`` (ops-transformer) removes, too, where nothing else reads these. Lowering
+    gives the operator no others."""
+
+    @functools.wraps(convert)
+    def converted(
+        query: Any,
+        key: Any,
+        cos: Any,
+        sin: Any,
+        layout: str = "BSND",
+        rotary_mode: str = "half",
+        meta_outputs: Any = None,
+    ) -> Any:
+        from torchair._ge_concrete_graph import ge_apis
+
+        assert layout == "BSND"
+        return ge_apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=1, rotary_mode=rotary_mode)
+
+    return converted
+
+
 def _gemma_rms_norm(input: Any, gamma: Any, epsilon: float = 1e-6, meta_outputs: Any = None) -> Any:
     """y = x · rstd · (1 + gamma); GemmaRmsNorm(x, gamma; epsilon) → (y, rstd)."""
     from torchair import ge
@@ -174,6 +227,8 @@ def _add_rms_norm_quant(
 _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "npu_grouped_matmul": _of_unsigned_scales,
     "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
+    "npu_moe_gating_top_k_softmax_v2": _of_second_version,
+    "npu_apply_rotary_pos_emb": _overwriting,
 }
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,

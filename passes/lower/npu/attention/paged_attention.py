@@ -312,10 +312,10 @@ def _places_by_head(block: torch.Tensor, offset: torch.Tensor, heads: int) -> to
 def _rotates_norms(node: fx.Node) -> bool:
     """Tell whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
     rotation = node.args[0] if transposes_heads(node) else node
-    if callee(rotation) != "npu_rotary_mul":
-        return False
-    source = rotation.args[0]
-    return callee(source) == "getitem" and callee(source.args[0]) == "npu_rms_norm"
+    source = rotation.args[0] if callee(rotation) == "npu_rotary_mul" else None
+    if callee(rotation) == "getitem" and callee(rotation.args[0]) == "npu_apply_rotary_pos_emb":
+        source = rotation.args[0].args[rotation.args[1]]
+    return source is not None and callee(source) == "getitem" and callee(source.args[0]) == "npu_rms_norm"
 
 
 def causal_mask(traced: TracedGraph, like: fx.Node) -> fx.Node:

@@ -4,9 +4,11 @@ Matches:
     weights, ids = pagoda::moe_gating(logits, ...)
     pagoda::moe(x, weights, ids, up, down, ...)
 Becomes:
-    npu_moe_gating_top_k_softmax, or npu_moe_gating_top_k for sigmoid scores with groups
+    npu_moe_gating_top_k_softmax, its second version for softmaxes over the chosen, or npu_moe_gating_top_k for
+    sigmoid scores with groups
     npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul
     -> npu_moe_token_unpermute, or npu_moe_finalize_routing in GE graphs
+        which adds what is added to its result, such as shared experts, as skip1
     or, where these are not legal, every expert over every token, in batched ATen products
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
@@ -32,16 +34,22 @@ from ....graph.record import PassRecord
 from ....graph.traced import TracedGraph
 from ..activations import lower_activation, lower_gated
 from ..site import Site, lower_each
+from .combine import add_while_combining
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _COUNTS, _PER_ROW = 1, 0
 _SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
 _ROW_MAJOR = 2
+_OVER_CHOSEN = 1
+_NO_EPSILON = 1e-12
+"""What added to the sum of the largest of a softmax leaves it as it is in float32."""
 
 
 def lower_npu_moe(traced: TracedGraph) -> PassRecord:
     """Lower routing and experts."""
-    return lower_each(traced, "lower_npu_moe", {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
+    record = lower_each(traced, "lower_npu_moe", {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
+    add_while_combining(traced)
+    return record
 
 
 def _gating(
@@ -59,8 +67,10 @@ def _gating(
 ) -> tuple[fx.Node, fx.Node]:
     """Weights ``[N, K]`` and ids ``[N, K]`` int64."""
     chosen: tuple[fx.Node, fx.Node] | None = None
+    rounded: list[fx.Node] = []
     if scoring in ("softmax", "none") and groups == 1 and bias is None:
-        chosen = _softmax_gating(site, logits, k, scoring, weighting, epsilon, scaling)
+        narrow, rounded = (logits, []) if scaling != 1.0 else _before_widening(site, logits)
+        chosen = _softmax_gating(site, logits, narrow, k, scoring, weighting, epsilon, scaling)
     elif scoring == "sigmoid" and weighting == "sum":
         results = site.call(
             _npu.npu_moe_gating_top_k.default,
@@ -82,18 +92,51 @@ def _gating(
     if chosen is None:
         return site.inline(moe.moe_gating_reference, *site.args)  # type: ignore[no-any-return]
     weights, ids = chosen
+    for cast in rounded:
+        if value(weights).dtype is value(cast).dtype:
+            site.traced.substitute(cast, weights)
     return site.cast(weights, value(logits).dtype), site.traced.call(_aten._to_copy.default, ids, dtype=torch.int64)
 
 
+def _before_widening(site: Site, logits: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Logits as they were before a cast to float32, and the casts of the weights, where all round to that dtype.
+
+    The operators take the softmax of bfloat16 in float32 and round it once, as the casts do.
+    """
+    source = logits.args[0] if callee(logits) == "_to_copy" else None
+    if not isinstance(source, fx.Node) or value(source).dtype is not torch.bfloat16:
+        return logits, []
+    weights = [user for user in site.node.users if user.args[1] == 0]
+    readers = [reader for item in weights for reader in item.users]
+    if any(callee(r) != "_to_copy" or value(r).dtype is not torch.bfloat16 for r in readers):
+        return logits, []
+    return source, readers
+
+
 def _softmax_gating(
-    site: Site, logits: fx.Node, k: int, scoring: str, weighting: str, epsilon: float, scaling: float
+    site: Site,
+    logits: fx.Node,
+    narrow: fx.Node,
+    k: int,
+    scoring: str,
+    weighting: str,
+    epsilon: float,
+    scaling: float,
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Softmax and choice in one. A softmax over the chosen logits alone is the same as dividing by their sum."""
+    """Softmax and choice in one. A softmax over the chosen logits alone is the same as dividing by their sum.
+
+    ``narrow``: the logits, or these before they were widened, for operators that round nothing but the weights.
+    """
     over_chosen = scoring == "none" and weighting == "softmax"
     if not over_chosen and (scoring != "softmax" or weighting not in ("none", "sum")):
         site.refuse("npu.npu_moe_gating_top_k_softmax", f"{scoring} scores with weights by {weighting!r}")
         return None
-    results = site.call(_npu.npu_moe_gating_top_k_softmax.default, logits, None, k)
+    if scaling == 1.0 and (over_chosen or (weighting == "sum" and epsilon < _NO_EPSILON)):
+        results = site.call(_npu.npu_moe_gating_top_k_softmax_v2.default, narrow, k=k, renorm=_OVER_CHOSEN)
+        if results is not None:
+            return site.item(results, 0), site.item(results, 1)
+    one = narrow if weighting == "none" else logits
+    results = site.call(_npu.npu_moe_gating_top_k_softmax.default, one, None, k)
     if results is None:
         return None
     weights, ids = site.item(results, 0), site.item(results, 1)
