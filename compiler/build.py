@@ -314,7 +314,7 @@ def _decode_calls(
             reason = verdict.reason
     if not reason:
         return None
-    log.warning("decode steps over int8 caches run by the formula, as all others do: %s", reason)
+    log.warning("decode steps run by the formula, as all others do: %s", reason)
     report.dropped_passes.append(("decode_attention", reason))
     return None
 

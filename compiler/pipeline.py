@@ -108,8 +108,8 @@ def run_pipeline(
 def _check_long_windows(
     captured: Captured, found: _Rewritten, lowering: Sequence[Pass], reference: Reference, report: CompileReport
 ) -> None:
-    """Compare windows that no sequence of the self-check passes. Decode steps over int8 caches that are wrong there
-    keep the formula.
+    """Compare windows that no sequence of the self-check passes. Decode steps by a kernel of their own that are wrong
+    there keep the formula.
 
     Raises:
         UnsupportedModel: the graph is wrong there.
@@ -123,7 +123,7 @@ def _check_long_windows(
         raise UnsupportedModel(f"{report.model}: a long window is not exact ({verdict.reason})")
     decoded = check_decoded_windows(found.paged, reference, lower)
     if decoded is not None and not decoded.ok:
-        log.warning("decode steps over int8 caches run by the formula, as all others do: %s", decoded.reason)
+        log.warning("decode steps run by the formula, as all others do: %s", decoded.reason)
         report.dropped_passes.append(("decode_attention", decoded.reason))
         clear_custom_notes(found.traced.graph, DECODE_ATTENTION)
 

@@ -1,5 +1,7 @@
 """Programs of two graphs for an NPU: one for steps of one token per sequence, and one for all others.
 
+On the inference chip, whose operator takes no more, the former is for 256 sequences of 65536 tokens at most.
+
 Both take the same inputs and keep the same caches (``passes.lower.npu.decode_attention``), so each step goes to the
 graph that is for it. Steps of sizes of the decode graph that were found wrong run by the calls of the other one.
 """
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 from ....passes import TracedGraph
+from ....runtime.npu_target import Product
+from ....runtime.ops.npu.limits.incremental_attention import MOST_KEYS, MOST_SEQUENCES
 from ....runtime.program import KVCache
 from ....runtime.step_metadata import StepMetadata
 from .route import PlannedSize, Route, Run
@@ -36,10 +40,19 @@ class StepKinds:
     def __init__(self, traced: TracedGraph) -> None:
         names = [node.name for node in traced.placeholders]
         self._ids, self._lens = names.index(traced.input_ids), names.index("query_lens")
+        self._table = names.index("block_table")
+        assert traced.npu is not None
+        self._block_size = traced.npu.block_size
+        self._is_limited = traced.npu.product is Product.INFERENCE
 
     def is_decode(self, args: Sequence[Any]) -> bool:
-        """See ``is_decode_step``."""
-        return is_decode_step(args[self._lens], args[self._ids].shape[1])
+        """See ``is_decode_step``; False for more than the chip's operator takes."""
+        return self.fits(args[self._table]) and is_decode_step(args[self._lens], args[self._ids].shape[1])
+
+    def fits(self, block_table: torch.Tensor) -> bool:
+        """True if the chip's operator takes that many sequences, of as many tokens as their blocks hold."""
+        sequences, blocks = block_table.shape
+        return not self._is_limited or (sequences <= MOST_SEQUENCES and blocks * self._block_size <= MOST_KEYS)
 
 
 class DecodeCalls:
@@ -136,7 +149,8 @@ class DecodeRoute(Route):
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-        part = self.decode if is_decode_step(step.query_lens, input_ids.shape[1]) else self.others
+        is_decode = is_decode_step(step.query_lens, input_ids.shape[1]) and self._kinds.fits(step.block_table)
+        part = self.decode if is_decode else self.others
         return part.fit(input_ids, position_ids, step)
 
     def __call__(self, *args: Any) -> Sequence[Any]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .....runtime.npu_target import Product
+
 _CHANGED = "changed_for_pagoda"
 """Attribute of changed converters."""
 _FLOAT32 = 6
@@ -125,6 +127,40 @@ def _of_second_version(convert: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+def _of_ends(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_moe_init_routing_v2, but on 310P, which has no MoeInitRoutingV3:
+    MoeInitRoutingV2(x, expert_idx; expert_num, expert_tokens_count_or_cumsum_flag) → (expanded_x, expanded_row_idx,
+    expert_tokens_count_or_cumsum, expert_tokens_before_capacity), which an eager call is there, too (op-plugin,
+    ``MoeInitRoutingV2KernelNpuOpApi.cpp``). Its ends of each expert's rows are int32 and become the int64 that the
+    grouped product reads. The definition is in CANN's ops-transformer."""
+
+    @functools.wraps(convert)
+    def converted(x: Any, expert_idx: Any, **kwargs: Any) -> Any:
+        if not torch.npu.get_device_name().startswith(Product.INFERENCE.value):
+            return convert(x, expert_idx, **kwargs)
+        from torchair import ge
+        from torchair._ge_concrete_graph import ge_apis
+        from torchair.ge._ge_graph import DataType
+
+        rows, places, ends, rest = ge.custom_op(
+            "MoeInitRoutingV2",
+            inputs={"x": x, "expert_idx": expert_idx},
+            attrs={
+                "expert_num": ge.attr.Int(kwargs["expert_num"]),
+                "expert_tokens_count_or_cumsum_flag": ge.attr.Int(1),
+            },
+            outputs=[
+                "expanded_x",
+                "expanded_row_idx",
+                "expert_tokens_count_or_cumsum",
+                "expert_tokens_before_capacity",
+            ],
+        )
+        return rows, places, ge_apis.Cast(ends, dst_type=DataType.DT_INT64), rest
+
+    return converted
+
+
 def _overwriting(convert: Callable[..., Any]) -> Callable[..., Any]:
     """torchair's converter of npu_apply_rotary_pos_emb without its copies of queries and keys, which CANN's
     ``ApplyRotaryPosEmbTensorMoveFusionPass`` (ops-transformer) removes, too, where nothing else reads these. Lowering
@@ -229,6 +265,7 @@ _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
     "npu_moe_gating_top_k_softmax_v2": _of_second_version,
     "npu_apply_rotary_pos_emb": _overwriting,
+    "npu_moe_init_routing_v2": _of_ends,
 }
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .....runtime.npu_target import Product
 from .....runtime.ops.attention.gathered_attention import gathered_attention
 from .....runtime.ops.attention.int8_rows import quantize_rows
 from .....runtime.ops.npu.limits import violations
@@ -104,7 +105,7 @@ class _PagedAttention:
         route = self._route()
         if self.key_cache not in self.routes:
             self.routes[self.key_cache] = route
-            self._write(self._stored_heads(route), by_head=route == DECODED)
+            self._write(self._stored_heads(route), by_head=route == DECODED and self.key_scale is not None)
         if route in (GATHERED, DECODED):
             rows = self._gathered(route)
         elif route == "BSH":
@@ -138,6 +139,12 @@ class _PagedAttention:
             if not reasons:
                 return route
             self.site.refuse(f"{self._kernel_name} {route}", "; ".join(reasons))
+        if self.site.target.product is Product.INFERENCE:
+            reason = why_not_decoded(self.traced, self.call, self.heads)
+            taken = "decode steps can run by it, all others run by the formula"
+            self.site.refuse("npu.npu_incre_flash_attention", reason or f"it takes one query per sequence: {taken}")
+            if not reason:
+                return DECODED
         return GATHERED
 
     @property
@@ -295,7 +302,7 @@ class _PagedAttention:
             self._by_token(self.query, self.heads.key_dim),
             self.traced.step_input("padded_tokens"),
             self.traced.step_input("row_of_token"),
-            route == DECODED,
+            route == DECODED and self.key_scale is not None,
         )
         if route == DECODED and not why_not_decoded(self.traced, self.call, self.heads):
             note_decoded(self.traced, out, self.call, self.heads)

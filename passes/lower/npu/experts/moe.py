@@ -9,6 +9,7 @@ Becomes:
     npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul
     -> npu_moe_token_unpermute, or npu_moe_finalize_routing in GE graphs
         which adds what is added to its result, such as shared experts, as skip1
+        or, on the inference chip, which has neither, the rows gathered and added in float32
     or, where these are not legal, every expert over every token, in batched ATen products
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .....runtime.npu_target import Product
 from .....runtime.ops.moe import moe
 from .....runtime.ops.moe.every_expert import every_expert
 from ....graph.fx_nodes import callee, shape, value
@@ -37,7 +39,7 @@ from ..site import Site, lower_each
 from .combine import add_while_combining
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
-_COUNTS, _PER_ROW = 1, 0
+_ENDS, _COUNTS, _PER_ROW = 0, 1, 0
 _SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
 _ROW_MAJOR = 2
 _OVER_CHOSEN = 1
@@ -184,6 +186,7 @@ def _grouped(
     if callee(ids) == "_to_copy" and value(ids.args[0]).dtype is torch.int32:
         ids = ids.args[0]
     ids = site.cast(ids, torch.int32)
+    by = _ENDS if site.target.product is Product.INFERENCE else _COUNTS
     routed = site.call(
         _npu.npu_moe_init_routing_v2.default,
         x,
@@ -191,7 +194,7 @@ def _grouped(
         active_num=-1,
         expert_num=experts,
         drop_pad_mode=0,
-        expert_tokens_num_type=_COUNTS,
+        expert_tokens_num_type=by,
         expert_tokens_num_flag=True,
         quant_mode=-1,
         active_expert_range=[0, experts],
@@ -200,7 +203,9 @@ def _grouped(
     if routed is None:
         return None
     rows, row_of, counts = (site.item(routed, i) for i in range(3))
-    hidden = _product(site, rows, up, up_bias, counts, transposed)
+    if by == _ENDS:  # which an eager call yields in int32
+        counts = site.traced.call(_aten._to_copy.default, counts, dtype=torch.int64)
+    hidden = _product(site, rows, up, up_bias, counts, by, transposed)
     if hidden is None:
         return None
     if layout == "plain":
@@ -225,14 +230,14 @@ def _grouped(
         hidden = lower_gated(site, gate, over, kind, alpha, limit)
     if hidden is None:
         return None
-    out = _product(site, hidden, down, down_bias, counts, transposed)
+    out = _product(site, hidden, down, down_bias, counts, by, transposed)
     if out is None:
         return None
     scales = None if weight_input else site.cast(weights, value(out).dtype)
     combined = site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
     if combined is not None:
         return combined
-    return site.call(
+    combined = site.call(
         _npu.npu_moe_finalize_routing.default,
         out,
         None,
@@ -244,10 +249,19 @@ def _grouped(
         drop_pad_mode=_ROW_MAJOR,
         k=k,
     )
+    return combined or site.inline(_added, out, row_of, scales, k)  # type: ignore[no-any-return]
+
+
+def _added(rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int) -> torch.Tensor:
+    """``[T, H]``, each token's rows times their scales, added in float32."""
+    parts = rows.index_select(0, row_of).view(-1, k, rows.shape[1]).float()
+    if scales is not None:
+        parts = parts * scales.float().unsqueeze(-1)
+    return parts.sum(1).to(rows.dtype)
 
 
 def _product(
-    site: Site, rows: fx.Node, weight: fx.Node, bias: fx.Node | None, counts: fx.Node, transposed: bool
+    site: Site, rows: fx.Node, weight: fx.Node, bias: fx.Node | None, counts: fx.Node, by: int, transposed: bool
 ) -> fx.Node | None:
     """Each expert's rows by its matrix."""
     stored = weight if transposed else _as_stored(site.traced, weight)
@@ -263,7 +277,7 @@ def _product(
         group_list=counts,
         split_item=_SPLIT_ONE_OUTPUT,
         group_type=_GROUPS_OF_ROWS,
-        group_list_type=_COUNTS,
+        group_list_type=by,
     )
     return None if results is None else site.item(results, 0)
 

@@ -109,6 +109,8 @@ def _grouped_matmul(call: Call) -> str:
     if len(call["weight"]) != 1 or weight.dim() != 3 or x.dim() != 2 or weight.shape[1] != x.shape[1]:
         return f"rows {tuple(x.shape)} and matrices {tuple(weight.shape)}"
     inputs, outputs = int(weight.shape[1]), int(weight.shape[2]) * (PER_INT32 if weight.dtype is torch.int32 else 1)
+    if call.target.product is INFERENCE and outputs % 16:
+        return f"matrices of {outputs} outputs; a multiple of 16 on this chip"
     if max(inputs, outputs) >= 65536:
         return f"matrices of {(inputs, outputs)}; inner sizes below 65536"
     if groups.shape[0] > _MAX_GROUPS:
