@@ -136,7 +136,8 @@ def _of_ends(convert: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(convert)
     def converted(x: Any, expert_idx: Any, **kwargs: Any) -> Any:
-        if not torch.npu.get_device_name().startswith(Product.INFERENCE.value):
+        with_npu: Any = torch
+        if not with_npu.npu.get_device_name().startswith(Product.INFERENCE.value):
             return convert(x, expert_idx, **kwargs)
         from torchair import ge
         from torchair._ge_concrete_graph import ge_apis
