@@ -19,6 +19,7 @@ from torch import fx
 from ...passes import TracedGraph
 from ...passes.graph.attention_node import paged_attention_nodes
 from ...passes.lower.npu.decode_graph import decode_graph
+from ...runtime.npu_target import Product
 from ...runtime.ops.attention.lightning_indexer import lightning_indexer
 from ...runtime.phases import phase
 from ..link.linkage import Linkage
@@ -79,13 +80,14 @@ def check_long_windows(
 
 @phase("verify")
 def check_decoded_windows(paged: TracedGraph, reference: Reference, lower: Lower) -> Verdict | None:
-    """Likewise compare decode steps over int8 caches by the attention kernel with those by the formula, which rounds
-    what it caches alike.
+    """Likewise compare decode steps by an attention kernel of their own, over int8 caches or on the inference chip,
+    with those by the formula, which rounds what it caches alike.
 
     Returns:
         the verdict; None when no window is that long, or where no decode step has the kernel.
     """
-    if not paged.notes.followed_literals or not any(spec.has_scales for spec in paged.caches):
+    of_chip = paged.npu is not None and paged.npu.product is Product.INFERENCE
+    if not paged.notes.followed_literals or not (of_chip or any(spec.has_scales for spec in paged.caches)):
         return None
     short = _shortened(paged, _SHORT, lower)
     decode = decode_graph(short)

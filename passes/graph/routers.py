@@ -7,7 +7,10 @@ from torch import fx
 from .data_movement import RESHAPES
 from .fx_nodes import callee
 
-_CHOICES = frozenset("moe_gating topk sort argmax npu_moe_gating_top_k npu_moe_gating_top_k_softmax".split())
+_CHOICES = frozenset(
+    "moe_gating topk sort argmax npu_moe_gating_top_k npu_moe_gating_top_k_softmax "
+    "npu_moe_gating_top_k_softmax_v2".split()
+)
 _FORMS = RESHAPES | frozenset("_to_copy softmax _softmax sigmoid add squeeze unsqueeze".split())
 
 

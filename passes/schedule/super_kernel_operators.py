@@ -44,6 +44,7 @@ FUSED: Mapping[str, str] = {
     "npu.npu_interleave_rope": "InterleaveRope",
     "npu.npu_moe_gating_top_k": "MoeGatingTopK",
     "npu.npu_moe_gating_top_k_softmax": "MoeGatingTopKSoftmax",
+    "npu.npu_moe_gating_top_k_softmax_v2": "MoeGatingTopKSoftmaxV2",
     "npu.npu_moe_finalize_routing": "MoeFinalizeRoutingV2",
     # AOTAutograd makes the second form of each, which writes nothing in place.
     **dict.fromkeys(("npu.npu_scatter_nd_update_", "npu.npu_scatter_nd_update"), "ScatterNdUpdate"),

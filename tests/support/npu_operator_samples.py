@@ -268,6 +268,8 @@ def _rope() -> list[Sample]:
         Sample("npu_rotary_mul", "matrix", (strided, table[0], table[1], "half", torch.randn(64, 64))),
         Sample("npu_interleave_rope", "strided", (strided, table[0], table[1])),
     ]
+    query, key, tables = torch.randn(2, 5, 3, 64), torch.randn(2, 5, 1, 64), torch.randn(2, 2, 5, 1, 64)
+    samples.append(Sample("npu_apply_rotary_pos_emb", "two numbers of heads", (query, key, *tables)))
     return samples
 
 
@@ -299,6 +301,10 @@ def _mixture_of_experts() -> list[Sample]:
         ),
         Sample("npu_moe_gating_top_k_softmax", "2d", (torch.randn(5, 8).half(), None, 2)),
         Sample("npu_moe_gating_top_k_softmax", "3d", (torch.randn(2, 5, 8), None, 3)),
+        Sample(
+            "npu_moe_gating_top_k_softmax_v2", "of all", (torch.randn(2, 5, 8),), {"k": 3, "output_softmax": True}
+        ),
+        Sample("npu_moe_gating_top_k_softmax_v2", "of the chosen", (torch.randn(5, 32),), {"k": 3, "renorm": 1}),
         Sample("npu_moe_init_routing_v2", "plain", (x, experts), routing),
         Sample("npu_moe_init_routing_v2", "unset range", (x, experts), {"expert_num": 6}),
         Sample("npu_moe_init_routing_v2", "scale", (x.bfloat16(), experts), {**routing, "scale": torch.rand(5)}),

@@ -1,7 +1,8 @@
 """Programs with two graphs for an NPU: one for steps of one token per sequence, and one for all others.
 
 Both have the same inputs and caches (``passes.lower.npu.decode_graph``), and each step runs its own graph. Steps at
-sizes of the decode graph that were found wrong use the calls of the other one.
+sizes of the decode graph that were found wrong use the calls of the other one. On the inference chip, whose operator
+takes no more, the decode graph is for 256 sequences of 65536 tokens at most.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 
 from ....passes import TracedGraph
+from ....runtime.npu_target import Product
+from ....runtime.ops.npu.limits.incremental_attention import MOST_KEYS, MOST_SEQUENCES
 from ....runtime.program import KVCache
 from ....runtime.step_metadata import StepMetadata
 from .route import PlannedSize, Route, Run
@@ -37,11 +40,23 @@ class StepKinds:
         names = [node.name for node in traced.placeholders]
         self._ids, self._lens = names.index(traced.input_ids), names.index("query_lens")
         self._reads = names.index("state_reads") if "state_reads" in names else None
+        self._table = names.index("block_table") if "block_table" in names else None
+        assert traced.npu is not None
+        self._block_size = traced.npu.block_size
+        self._is_limited = traced.npu.product is Product.INFERENCE
 
     def is_decode(self, args: Sequence[Any]) -> bool:
-        """See ``is_decode_step``."""
+        """See ``is_decode_step``; False for more than the chip's operator takes."""
         reads = () if self._reads is None else args[self._reads]
-        return is_decode_step(args[self._lens], reads, args[self._ids].shape[1])
+        table = None if self._table is None else args[self._table]
+        return self.fits(table) and is_decode_step(args[self._lens], reads, args[self._ids].shape[1])
+
+    def fits(self, block_table: torch.Tensor | None) -> bool:
+        """True if the chip's operator takes that many sequences, of as many tokens as their blocks hold."""
+        if block_table is None or not self._is_limited:
+            return True
+        sequences, blocks = block_table.shape
+        return sequences <= MOST_SEQUENCES and blocks * self._block_size <= MOST_KEYS
 
 
 class DecodeCalls:
@@ -138,7 +153,8 @@ class DecodeRoute(Route):
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-        part = self.decode if is_decode_step(step.query_lens, step.state_reads, input_ids.shape[1]) else self.others
+        is_decode = is_decode_step(step.query_lens, step.state_reads, input_ids.shape[1])
+        part = self.decode if is_decode and self._kinds.fits(step.block_table) else self.others
         return part.fit(input_ids, position_ids, step)
 
     def __call__(self, *args: Any) -> Sequence[Any]:

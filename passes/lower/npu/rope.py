@@ -3,11 +3,16 @@
 Matches:
     q', k' = pagoda::rope([q, k], cos, sin, mode, start, rounds)      # [B, H, T, D], tables [B or 1, T, R]
 Becomes:
-    npu_rotary_mul(q, cos, sin), npu_rotary_mul(k, cos, sin)           # [B, T, H, D], tables [B or 1, T, 1, R]
+    npu_apply_rotary_pos_emb(q, k, cos, sin)                           # [B, T, H, D], tables [B, T, 1, D]; GE graphs
+    npu_rotary_mul(q, cos, sin), npu_rotary_mul(k, cos, sin)           # tables [B or 1, T, 1, R]
+        with a matrix [D, D] and tables filled up with 1 and 0 where some dims are not rotated
     npu_interleave_rope(q, cos, sin)                                   # pairs to halves, R = 64
-    with the dims that are not rotated cut off before and joined after; where neither is legal, the ATen formula
+    with the dims that are not rotated cut off before and joined after where the chip takes no matrix; where none of
+    these is legal, the ATen formula
 Why it is faster:
-    one launch per tensor. The tables' layout is made once per step, for all layers.
+    one launch for both tensors, or for each. The tables' layout is made once per step, for all layers.
+
+npu_apply_rotary_pos_emb writes into q and k, so it gets such as nothing else reads.
 
 Level 0.
 """
@@ -19,12 +24,17 @@ from torch import fx
 
 from ....runtime.npu_target import Product
 from ....runtime.ops.attention.rope import rope_reference
-from ...graph.fx_nodes import shape, value
+from ...graph.data_movement import MOVES, RESHAPES, TRANSPOSES, UNIT_DIMS
+from ...graph.fx_nodes import callee, shape, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site, lower_each
+from .slices import slice_of
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
+_VIEWS = RESHAPES | TRANSPOSES | UNIT_DIMS
+_WITH_MATRIX = (Product.A2, Product.A3)
+"""Chips whose npu_rotary_mul takes a matrix in place of a mode."""
 
 
 def lower_npu_rope(traced: TracedGraph) -> PassRecord:
@@ -33,15 +43,59 @@ def lower_npu_rope(traced: TracedGraph) -> PassRecord:
 
 
 def _rope(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode: str, start: int, rounds: bool) -> None:
-    for item in list(site.node.users):
+    items = list(site.node.users)
+    rotated = _rotate_both(site, [xs[item.args[1]] for item in items], cos, sin, mode)  # type: ignore[index]
+    for i, item in enumerate(items):
         x = xs[item.args[1]]  # type: ignore[index]
-        rotated = _rotate(site, x, cos, sin, mode, start)
-        if rotated is None:
+        new = site.item(rotated, i) if rotated is not None else _rotate(site, x, cos, sin, mode, start)
+        if new is None:
             (formula,) = site.inline(rope_reference, [x], cos, sin, mode, start, rounds)
             site.traced.substitute(item, formula)
         else:
-            site.replace_heads_first(item, rotated)
+            site.replace_heads_first(item, new)
     site.traced.graph.erase_node(site.node)
+
+
+def _rotate_both(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode: str) -> fx.Node | None:
+    """Two tensors rotated by one operator, which writes into them; None where it is not legal."""
+    whole = all(shape(x)[-1] == shape(cos)[-1] for x in xs)
+    if len(xs) != 2 or xs[0] is xs[1] or not whole or mode != "half" or not all(map(overwritable, xs)):
+        return None
+    stored = [site.tokens_first(x) for x in xs]
+    tables = [_table(site, table, xs[0], axis=2) for table in (cos, sin)]
+    return site.call(_npu.npu_apply_rotary_pos_emb.default, *stored, *tables, "BSND", "half")
+
+
+def overwritable(node: fx.Node) -> bool:
+    """Tell whether one node alone reads what ``node`` yields: it is no input, and nobody else reads that memory."""
+    readers = 1
+    while node.op == "call_function":
+        if len(node.users) > readers:
+            return False
+        part = slice_of(node)
+        if part is not None:
+            others = _parts(part.source, part.dim)
+            if others is None or any(a < part.end and part.start < b for a, b in others if (a, b) != part[2:]):
+                return False
+            node, readers = part.source, len(part.source.users)
+        elif callee(node) in _VIEWS:
+            node, readers = node.args[0], 1  # type: ignore[assignment]
+        else:
+            made: fx.Node = node.args[0] if callee(node) == "getitem" else node  # type: ignore[assignment]
+            return callee(made) not in MOVES
+    return False
+
+
+def _parts(source: fx.Node, dim: int) -> list[tuple[int, int]] | None:
+    """Bounds of all parts along a dim that a tensor is read by; None where something else reads it, or one twice."""
+    found = []
+    for user in source.users:
+        for cut in user.users if callee(user) in ("split.Tensor", "split_with_sizes") else (user,):
+            part = slice_of(cut)
+            if part is None or part.source is not source or part.dim != dim:
+                return None
+            found.append((part.start, part.end))
+    return found if len(found) == len(set(found)) else None
 
 
 def _rotate(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str, start: int) -> fx.Node | None:
@@ -49,26 +103,35 @@ def _rotate(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str, start
     rotary, dim = int(shape(cos)[-1]), int(shape(x)[-1])
     x = site.tokens_first(x)
     rest = dim - start - rotary
-    parts = []
-    if rotary < dim:
-        sizes = [size for size in (start, rotary, rest) if size]
-        split = site.aten(_aten.split_with_sizes.default, x, sizes, -1)
-        parts = [site.item(split, i) for i in range(len(sizes))]
-        x = parts[1 if start else 0]
-    rotated = _rotate_all(site, x, cos, sin, mode)
-    if rotated is None or not parts:
-        return rotated
+    if rotary == dim:
+        return _rotate_all(site, x, cos, sin, mode)
+    if mode != "interleaved_to_half" and site.target.product in _WITH_MATRIX:
+        filled = [
+            site.traced.call(_aten.constant_pad_nd.default, table, [start, rest], fill)
+            for table, fill in ((cos, 1.0), (sin, 0.0))
+        ]
+        rotated = _rotate_all(site, x, *filled, mode, slice(start, start + rotary))
+        if rotated is not None:
+            return rotated
+    sizes = [size for size in (start, rotary, rest) if size]
+    split = site.aten(_aten.split_with_sizes.default, x, sizes, -1)
+    parts = [site.item(split, i) for i in range(len(sizes))]
+    rotated = _rotate_all(site, parts[1 if start else 0], cos, sin, mode)
+    if rotated is None:
+        return None
     parts[1 if start else 0] = rotated
     return site.aten(_aten.cat.default, parts, -1)
 
 
-def _rotate_all(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str) -> fx.Node | None:
-    """All dims of ``x``, ``[B, T, H, D]``, rotated."""
+def _rotate_all(
+    site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str, part: slice | None = None
+) -> fx.Node | None:
+    """All dims of ``x``, ``[B, T, H, D]``, rotated; those of ``part`` where the tables leave the others alone."""
     if mode == "interleaved_to_half":
         return _pairs_to_halves(site, x, cos, sin)
     rotate = None
-    if mode == "interleaved" and site.target.product is not Product.A5:
-        rotate = _pair_rotation_matrix(site.traced, x)
+    if part is not None or (mode == "interleaved" and site.target.product is not Product.A5):
+        rotate = _rotation_matrix(site.traced, x, mode, part or slice(0, int(shape(x)[-1])))
     tables = [_table(site, table, x, axis=2) for table in (cos, sin)]
     name = "half" if mode == "half" else "interleave"
     return site.call(_npu.npu_rotary_mul.default, x, *tables, name, rotate)
@@ -95,16 +158,17 @@ def _table(site: Site, table: fx.Node, x: fx.Node, axis: int) -> fx.Node:
     return site.traced.call(_aten.unsqueeze.default, site.cast(table, value(x).dtype), axis)
 
 
-def _pair_rotation_matrix(traced: TracedGraph, x: fx.Node) -> fx.Node:
-    """``[D, D]``: ``x @ matrix`` is ``-x1, x0, -x3, x2, …``; the graph engine needs it for this mode."""
+def _rotation_matrix(traced: TracedGraph, x: fx.Node, mode: str, part: slice) -> fx.Node:
+    """``[D, D]``: ``x @ matrix`` is what the sines multiply, for dims ``part`` of ``x``, and 0 for the others."""
     dim, dtype = int(shape(x)[-1]), value(x).dtype
-    name = f"rotate_pairs_{dim}_{str(dtype).removeprefix('torch.')}"
+    name = f"rotate_{mode}_{part.start}_{part.stop}_of_{dim}_{str(dtype).removeprefix('torch.')}"
 
     def make() -> torch.Tensor:
         matrix = torch.zeros(dim, dim, dtype=dtype, device=value(x).device)
-        even = torch.arange(0, dim, 2)
-        matrix[even + 1, even] = -1
-        matrix[even, even + 1] = 1
+        dims = torch.arange(part.start, part.stop)
+        first, second = (dims[::2], dims[1::2]) if mode == "interleaved" else dims.chunk(2)
+        matrix[second, first] = -1
+        matrix[first, second] = 1
         return matrix
 
     return traced.shared_constant(name, make)

@@ -1,6 +1,8 @@
-"""`npu::` choice of experts: npu_moe_gating_top_k and npu_moe_gating_top_k_softmax.
+"""`npu::` choice of experts: npu_moe_gating_top_k, npu_moe_gating_top_k_softmax and its second version.
 
-Source: op-plugin, docs `torch_npu-npu_moe_gating_top_k.md` and `…-npu_moe_gating_top_k_softmax.md`.
+Source: op-plugin, docs `torch_npu-npu_moe_gating_top_k.md` and `…-npu_moe_gating_top_k_softmax.md`; of the second
+version, which op-plugin has no document of, CANN's `aclnnMoeGatingTopKSoftmaxV2.md` (ops-transformer) and op-plugin's
+golden test `test_npu_moe_gating_top_k_softmax_v2`.
 """
 
 from __future__ import annotations
@@ -86,6 +88,31 @@ def npu_moe_gating_top_k_softmax(x: torch.Tensor, k: int) -> tuple[torch.Tensor,
     return scores.gather(-1, chosen).to(x.dtype), chosen.int(), rows.contiguous()
 
 
+def npu_moe_gating_top_k_softmax_v2(
+    x: torch.Tensor, k: int, renorm: int | None, output_softmax: bool | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """With ``renorm`` 1 the softmax of the ``k`` largest of ``x``, else the ``k`` largest of its softmax.
+
+    Args:
+        x: ``[T, E]`` or ``[B, S, E]``.
+        output_softmax: whether the softmax of all is returned, without ``renorm``.
+
+    Returns:
+        Weights in the dtype of ``x``, experts int32, both ``[..., k]``, and the softmax fp32, or ``[0]``.
+
+    Raises:
+        ValueError: ``x``, ``k`` or ``renorm`` out of range.
+        NotImplementedError: finished rows.
+    """
+    scores = x.float() if renorm else x.float().softmax(-1)
+    chosen = _best(scores, k)
+    weights = scores.gather(-1, chosen)
+    if renorm:
+        weights = weights.softmax(-1)
+    whole = scores if output_softmax and not renorm else scores.new_empty(0)
+    return weights.to(x.dtype), chosen.int(), whole
+
+
 def _best(values: torch.Tensor, count: int) -> torch.Tensor:
     # torch.topk does not say which of equal values it takes; the operators take the first.
     return values.sort(stable=True, dim=-1, descending=True).indices[..., :count]
@@ -101,7 +128,16 @@ def _gating_softmax_fake(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(shape, dtype=torch.int32)
 
 
+def _gating_softmax_v2_fake(
+    x: torch.Tensor, k: int, renorm: int | None, output_softmax: bool | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*x.shape[:-1], k)
+    whole = x.shape if output_softmax and not renorm else (0,)
+    return x.new_empty(shape), x.new_empty(shape, dtype=torch.int32), x.new_empty(whole, dtype=torch.float32)
+
+
 OPERATORS = (
     Operator("npu_moe_gating_top_k", npu_moe_gating_top_k, _gating_fake),
     Operator("npu_moe_gating_top_k_softmax", npu_moe_gating_top_k_softmax, _gating_softmax_fake),
+    Operator("npu_moe_gating_top_k_softmax_v2", npu_moe_gating_top_k_softmax_v2, _gating_softmax_v2_fake),
 )

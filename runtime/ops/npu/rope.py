@@ -1,7 +1,6 @@
-"""`npu::` rotary position embedding: npu_rotary_mul and npu_interleave_rope.
+"""`npu::` rotary position embedding: npu_rotary_mul, npu_interleave_rope and npu_apply_rotary_pos_emb.
 
-Source: op-plugin, docs `torch_npu-npu_rotary_mul.md` and `…-npu_interleave_rope.md`. npu_apply_rotary_pos_emb is left
-out: on a device it writes into its arguments, which its schema denies.
+Source: op-plugin, docs `torch_npu-npu_rotary_mul.md`, `…-npu_interleave_rope.md` and `…-apply_rotary_pos_emb.md`.
 """
 
 from __future__ import annotations
@@ -78,6 +77,30 @@ def npu_interleave_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
     return stored_like(rotated(halves, cos, sin), x)
 
 
+def npu_apply_rotary_pos_emb(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x · cos + rotated_half(x) · sin`` of both queries and keys.
+
+    As on a device, the results are also written into ``query`` and ``key``, which the schema does not say.
+
+    Args:
+        query, key: ``[B, S, N, D]``, each with its own number of heads.
+        cos, sin: ``[B, S, 1, D]``, the dtype of ``query``.
+
+    Returns:
+        The shapes and dtype of ``query`` and ``key``, contiguous.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a head of other sizes than 64 and 128.
+        NotImplementedError: layouts and modes beside "BSND" and "half".
+    """
+    results = [rotated(widened(x), cos, sin).to(x.dtype).contiguous() for x in (query, key)]
+    for x, result in zip((query, key), results, strict=True):
+        x.copy_(result)
+    return results[0], results[1]
+
+
 def _rotary_mul_fake(input: torch.Tensor) -> torch.Tensor:
     return input.new_empty(input.shape)
 
@@ -86,7 +109,12 @@ def _interleave_rope_fake(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+def _apply_rotary_fake(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape)
+
+
 OPERATORS = (
     Operator("npu_rotary_mul", npu_rotary_mul, _rotary_mul_fake, takes={"rotary_mode": ("half", "interleave")}),
     Operator("npu_interleave_rope", npu_interleave_rope, _interleave_rope_fake),
+    Operator("npu_apply_rotary_pos_emb", npu_apply_rotary_pos_emb, _apply_rotary_fake),
 )

@@ -74,11 +74,15 @@ SCHEMAS = (
     "float bias=1., bool interleaved=True) -> Tensor",
     'npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", Tensor? rotate=None) -> Tensor',
     "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    'npu_apply_rotary_pos_emb(Tensor query, Tensor key, Tensor cos, Tensor sin, str layout="BSND", '
+    'str rotary_mode="half") -> (Tensor, Tensor)',
     "npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, "
     "Tensor? tid2eid=None, int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, "
     "int norm_type=0, bool out_flag=False, float routed_scaling_factor=1., "
     "float eps=9.9999999999999995e-21) -> (Tensor, Tensor, Tensor)",
     "npu_moe_gating_top_k_softmax(Tensor x, Tensor? finished=None, int k=1) -> (Tensor, Tensor, Tensor)",
+    "npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
+    "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)",
     "npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
     "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, "
     "int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1, "

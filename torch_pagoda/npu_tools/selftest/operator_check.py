@@ -25,7 +25,7 @@ LIMITS = {torch.float16: 2**-10, torch.bfloat16: 2**-7, torch.float32: 2**-13, t
 precision, another order of summation in other dtypes."""
 _ROUNDED = (torch.int8, torch.uint8)
 """Operators whose entries may be off by one integer; other integers must be equal."""
-_CHOICES = ("topk", "npu_moe_gating_top_k_softmax")
+_CHOICES = ("topk", "npu_moe_gating_top_k_softmax", "npu_moe_gating_top_k_softmax_v2")
 """Operators that select the largest entries of rows; of equal entries they may select either."""
 _REPEATS = 3
 

@@ -1,4 +1,4 @@
-"""GE converters for NPU operators of CANN that torchair cannot convert, and changes to four of torchair's own.
+"""GE converters for NPU operators of CANN that torchair cannot convert, and changes to some of torchair's own.
 
 Each is a function of the operator's arguments and ``meta_outputs`` that adds a node of CANN's own operator. Names and
 order of inputs, outputs and attributes are those of the operator's prototype (``op_graph/*_proto.h``) in CANN's
@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+from .....runtime.npu_target import Product
 
 _CHANGED = "changed_for_pagoda"
 """Attribute of changed converters."""
@@ -97,6 +99,94 @@ def _of_float32(convert: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(convert)
     def converted(*args: Any, dequant_dtype: int = _FLOAT32, **kwargs: Any) -> Any:
         return convert(*args, dequant_dtype=dequant_dtype, **kwargs)
+
+    return converted
+
+
+def _of_second_version(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """MoeGatingTopKSoftmaxV2(x, finished?; k, renorm) → (y, expert_idx, softmax_result), in place of torchair's
+    converter of npu_moe_gating_top_k_softmax_v2, which gives the first version's function arguments that it does not
+    have. The prototype is in CANN's ops-transformer; the name of its flag for the third result is not torchair's.
+    """
+
+    @functools.wraps(convert)
+    def converted(
+        x: Any,
+        *,
+        k: int = 1,
+        finished: Any = None,
+        renorm: int = 0,
+        output_softmax: bool = False,
+        meta_outputs: Any = None,
+    ) -> Any:
+        from torchair import ge
+
+        if output_softmax:
+            raise RuntimeError("npu_moe_gating_top_k_softmax_v2: output_softmax is not converted")
+        return ge.custom_op(
+            "MoeGatingTopKSoftmaxV2",
+            inputs={"x": x, "finished": finished},
+            attrs={"k": ge.attr.Int(k), "renorm": ge.attr.Int(renorm)},
+            outputs=["y", "expert_idx", "softmax_result"],
+        )
+
+    return converted
+
+
+def _of_ends(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_moe_init_routing_v2, but on 310P, which has no MoeInitRoutingV3:
+    MoeInitRoutingV2(x, expert_idx; expert_num, expert_tokens_count_or_cumsum_flag) → (expanded_x, expanded_row_idx,
+    expert_tokens_count_or_cumsum, expert_tokens_before_capacity), which an eager call is there, too (op-plugin,
+    ``MoeInitRoutingV2KernelNpuOpApi.cpp``). Its ends of each expert's rows are int32 and become the int64 that the
+    grouped product reads. The definition is in CANN's ops-transformer."""
+
+    @functools.wraps(convert)
+    def converted(x: Any, expert_idx: Any, **kwargs: Any) -> Any:
+        with_npu: Any = torch
+        if not with_npu.npu.get_device_name().startswith(Product.INFERENCE.value):
+            return convert(x, expert_idx, **kwargs)
+        from torchair import ge
+        from torchair._ge_concrete_graph import ge_apis
+        from torchair.ge._ge_graph import DataType
+
+        rows, places, ends, rest = ge.custom_op(
+            "MoeInitRoutingV2",
+            inputs={"x": x, "expert_idx": expert_idx},
+            attrs={
+                "expert_num": ge.attr.Int(kwargs["expert_num"]),
+                "expert_tokens_count_or_cumsum_flag": ge.attr.Int(1),
+            },
+            outputs=[
+                "expanded_x",
+                "expanded_row_idx",
+                "expert_tokens_count_or_cumsum",
+                "expert_tokens_before_capacity",
+            ],
+        )
+        return rows, places, ge_apis.Cast(ends, dst_type=DataType.DT_INT64), rest
+
+    return converted
+
+
+def _overwriting(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """torchair's converter of npu_apply_rotary_pos_emb without its copies of queries and keys, which CANN's
+    ``ApplyRotaryPosEmbTensorMoveFusionPass`` (ops-transformer) removes, too, where nothing else reads these. Lowering
+    gives the operator no others."""
+
+    @functools.wraps(convert)
+    def converted(
+        query: Any,
+        key: Any,
+        cos: Any,
+        sin: Any,
+        layout: str = "BSND",
+        rotary_mode: str = "half",
+        meta_outputs: Any = None,
+    ) -> Any:
+        from torchair._ge_concrete_graph import ge_apis
+
+        assert layout == "BSND"
+        return ge_apis.ApplyRotaryPosEmb(query, key, cos, sin, layout=1, rotary_mode=rotary_mode)
 
     return converted
 
@@ -221,6 +311,9 @@ _CHANGES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "npu_grouped_matmul_swiglu_quant_v2": _of_float32,
     "aten:softplus": _of_softplus,
     "aten:mul.Tensor": _of_mul,
+    "npu_moe_gating_top_k_softmax_v2": _of_second_version,
+    "npu_apply_rotary_pos_emb": _overwriting,
+    "npu_moe_init_routing_v2": _of_ends,
 }
 _CONVERTERS: dict[str, Callable[..., Any]] = {
     "npu_gemma_rms_norm": _gemma_rms_norm,

@@ -45,6 +45,9 @@ LENGTHS = {
 }
 """Operators of which torchair has a form that takes lengths as tensors, and the arguments that they are."""
 
+_IN_BLOCKS = (*LENGTHS, *LENGTHS_ON_DEVICE, _npu.npu_incre_flash_attention.default)
+"""Operators that read caches where they lie."""
+
 _SYMBOLIC = torch.SymInt | torch.SymFloat | torch.SymBool
 _SIZED = torch.Tensor | _SYMBOLIC
 
@@ -104,7 +107,7 @@ def why_not_static(traced: TracedGraph) -> str:
     if not traced.paged:
         return "the caller sets the sizes of a call that is not paged"
     for node in traced.placeholders:
-        if node.name == "block_table" and not all(r.target in (*LENGTHS, *LENGTHS_ON_DEVICE) for r in readers(node)):
+        if node.name == "block_table" and not all(r.target in _IN_BLOCKS for r in readers(node)):
             return "the graph gathers cache blocks for the longest possible sequence"
         for user in node.users if isinstance(value(node), list) else ():
             if not _takes_tensor(user, node):

@@ -1,19 +1,22 @@
-"""Attention of decode steps over int8 caches for Ascend: the kernel in place of the formula over gathered blocks.
+"""Attention of decode steps for Ascend by a kernel that takes one query per sequence, where others run the formula.
 
 Matches:
-    the formula over gathered blocks of int8 caches that ``lower_npu_paged_attention`` noted as readable, in a graph
-    whose steps have one token of each sequence and no more
+    the formula over gathered blocks of int8 caches, or on the inference chip of any, that
+    ``lower_npu_paged_attention`` noted as readable, in a graph whose steps have one token of each sequence and no
+    more
 Becomes:
     npu_fused_infer_attention_score(query, key_cache, value_cache, key_antiquant_scale=key_scale, ...)
         query [S, 1, H·D], caches [blocks, block size, Hk·D], scales [blocks, Hk, block size], antiquant modes 5: a
         float32 scale per token and head, in the blocks of the keys and values
+On the inference chip, whose operator for prompts takes no caches in blocks, likewise of caches in float16:
+    npu_incre_flash_attention(query, key_cache, value_cache, actual_seq_lengths=kv_lens, ...)      # in GE graphs
 With a sliding window, for which the kernel knows nothing but a mask where there is one query per sequence:
     the same over the blocks that the window touches, whose tokens in front of it a mask hides (``window_blocks``)
 Why it is faster:
     the formula copies every block of every sequence, widened to the model's dtype; the kernel reads the bytes where
     they lie, and of a sequence that is longer than a window no more blocks than the window touches.
 
-The kernel takes such caches for one query per sequence alone, so prompts keep the formula: a program has the graph
+The kernels take such caches for one query per sequence alone, so prompts keep the formula: a program has the graph
 with it and, for decode steps, a copy with the kernel (``..decode_graph``). Both read and write the same caches.
 """
 
@@ -39,6 +42,7 @@ from .attention_routes import Heads
 
 _npu, _aten = torch.ops.npu, torch.ops.aten
 _KERNEL = _npu.npu_fused_infer_attention_score.default
+_INCREMENTAL = _npu.npu_incre_flash_attention.default
 SCALE_PER_TOKEN_AND_HEAD = 5
 """The kernel's mode for scales ``[blocks, heads, block size]``."""
 ANNOTATION = "pagoda_decode_attention"
@@ -54,19 +58,21 @@ class DecodeAttention:
         kv_heads: of keys and values.
         scale: of the scores.
         window: tokens that a query looks back over, its own included; 0: all.
+        int8: the caches are rounded.
     """
 
     heads: int
     kv_heads: int
     scale: float
     window: int
+    int8: bool = True
 
     @staticmethod
     def of(traced: TracedGraph, call: PagedAttentionCall, heads: Heads) -> DecodeAttention:
         """Without the window that no sequence is longer than."""
         longest = traced.max_positions
         window = call.sliding_window if longest is None or longest > call.sliding_window else 0
-        return DecodeAttention(heads.heads, heads.kv_heads, call.scale, window)
+        return DecodeAttention(heads.heads, heads.kv_heads, call.scale, window, call.key_scale is not None)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,7 @@ class _Keys:
 
 
 def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads) -> str:
-    """The reason why the kernel cannot compute an attention over int8 caches in decode steps; "" where it can.
+    """The reason why no kernel can compute an attention in decode steps alone; "" where one can.
 
     Args:
         traced: the graph that the call is in, with an NPU target.
@@ -107,12 +113,12 @@ def why_not_decoded(traced: TracedGraph, call: PagedAttentionCall, heads: Heads)
             keys = _Keys(part, [1], mask)
         query = like.new_empty(sequences, 1, heads.heads * heads.key_dim)
         key, val = (
-            like.new_empty(blocks, target.block_size, heads.kv_heads * dim, dtype=torch.int8)
+            like.new_empty(blocks, target.block_size, heads.kv_heads * dim, dtype=torch.int8 if plan.int8 else None)
             for dim in (heads.key_dim, heads.value_dim)
         )
         scales = like.new_empty(blocks, heads.kv_heads, target.block_size, dtype=torch.float32)
-    kwargs = _arguments(plan, target, scales, scales, keys)
-    return "; ".join(violations(Call.make(_KERNEL, target, query, key, val, **kwargs)))
+    kernel, kwargs = _arguments(plan, target, scales, scales, keys)
+    return "; ".join(violations(Call.make(kernel, target, query, key, val, **kwargs)))
 
 
 def note_decoded(traced: TracedGraph, rows: fx.Node, call: PagedAttentionCall, heads: Heads) -> None:
@@ -176,7 +182,7 @@ def _one_row_for_each_token(traced: TracedGraph, field: str) -> fx.Node:
 def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, keys: _Keys) -> None:
     """Put the kernel in the place of the formula that ends in ``rows``."""
     assert traced.npu is not None
-    query, caches = _inputs_of(rows)
+    query, caches = _inputs_of(rows, plan)
     with traced.before(rows):
         blocks = []
         for name in ("key_cache", "value_cache"):
@@ -184,34 +190,41 @@ def _decode(traced: TracedGraph, rows: fx.Node, plan: DecodeAttention, keys: _Ke
             blocks.append(traced.call(_aten.reshape.default, caches[name], [-1, int(size), int(heads) * int(dim)]))
         width = plan.heads * int(shape(query)[2])
         queries = traced.call(_aten.reshape.default, query, [-1, 1, width])
-        kwargs = _arguments(plan, traced.npu, caches["key_scale"], caches["value_scale"], keys)
-        attended = traced.call(operator.getitem, traced.call(_KERNEL, queries, *blocks, **kwargs), 0)
+        kernel, kwargs = _arguments(plan, traced.npu, caches.get("key_scale"), caches.get("value_scale"), keys)
+        attended = traced.call(kernel, queries, *blocks, **kwargs)
+        if kernel is _KERNEL:
+            attended = traced.call(operator.getitem, attended, 0)
         new = traced.call(_aten.reshape.default, attended, [-1, plan.heads, int(shape(rows)[2])])
     traced.substitute(rows, new)
 
 
 def _arguments(
     plan: DecodeAttention, target: NpuTarget, key_scale: Any, value_scale: Any, keys: _Keys
-) -> dict[str, Any]:
-    """The kernel's arguments but query, key and value."""
-    return {
+) -> tuple[torch._ops.OpOverload, dict[str, Any]]:
+    """The kernel, and its arguments but query, key and value."""
+    common = {
         "atten_mask": keys.mask,
+        "block_table": keys.table,
+        "block_size": target.block_size,
+        "num_heads": plan.heads,
+        "num_key_value_heads": plan.kv_heads,
+        "input_layout": "BSH",
+        "inner_precise": 0,
+    }
+    if not plan.int8:
+        return _INCREMENTAL, {**common, "actual_seq_lengths": keys.lens, "scale_value": plan.scale}
+    return _KERNEL, {
+        **common,
         "actual_seq_lengths_kv": keys.lens,
         "key_antiquant_scale": key_scale,
         "value_antiquant_scale": value_scale,
         "key_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
         "value_antiquant_mode": SCALE_PER_TOKEN_AND_HEAD,
-        "block_table": keys.table,
-        "block_size": target.block_size,
-        "num_heads": plan.heads,
-        "num_key_value_heads": plan.kv_heads,
         "scale": plan.scale,
-        "input_layout": "BSH",
-        "inner_precise": 0,
     }
 
 
-def _inputs_of(rows: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
+def _inputs_of(rows: fx.Node, plan: DecodeAttention) -> tuple[fx.Node, dict[str, fx.Node]]:
     """What the formula that ends in ``rows`` reads: its queries ``[T, H, D]``, and keys, values and scales by name.
 
     Passes behind the lowering may have put other nodes in the place of the queries, so they are looked up: the
@@ -236,14 +249,9 @@ def _inputs_of(rows: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
         else:
             pending.extend(node.all_input_nodes)
     named = {cache.name.removesuffix(f"_{cache_index(cache)}"): cache for cache in caches}
-    if (
-        len(queries) != 1
-        or len(caches) != 4
-        or set(named) != {"key_cache", "value_cache", "key_scale", "value_scale"}
-    ):
-        raise ValueError(
-            f"{rows.name} reads {sorted(map(str, queries | caches))}: not one attention over int8 caches"
-        )
+    wanted = {"key_cache", "value_cache", *(("key_scale", "value_scale") if plan.int8 else ())}
+    if len(queries) != 1 or len(caches) != len(wanted) or set(named) != wanted:
+        raise ValueError(f"{rows.name} reads {sorted(map(str, queries | caches))}: not one attention over its caches")
     return queries.pop(), named
 
 

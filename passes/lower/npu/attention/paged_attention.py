@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .....runtime.npu_target import Product
 from .....runtime.ops.attention.gathered_attention import gathered_attention
 from .....runtime.ops.attention.int8_rows import quantize_rows
 from .....runtime.ops.npu.limits import violations
@@ -106,7 +107,7 @@ class _PagedAttention:
         route = self._route()
         if self.key_cache not in self.routes:
             self.routes[self.key_cache] = route
-            self._write(self._stored_heads(route), by_head=route == DECODED)
+            self._write(self._stored_heads(route), by_head=route == DECODED and self.key_scale is not None)
         if route in (GATHERED, DECODED):
             rows = self._gathered(route)
         elif route == "BSH":
@@ -143,6 +144,12 @@ class _PagedAttention:
             if not reasons:
                 return route
             self.site.refuse(f"{self._kernel_name} {route}", "; ".join(reasons))
+        if self.site.target.product is Product.INFERENCE:
+            reason = why_not_decoded(self.traced, self.call, self.heads)
+            taken = "decode steps can run by it, all others run by the formula"
+            self.site.refuse("npu.npu_incre_flash_attention", reason or f"it takes one query per sequence: {taken}")
+            if not reason:
+                return DECODED
         return GATHERED
 
     @property
@@ -268,7 +275,7 @@ class _PagedAttention:
             self._by_token(self.query, self.heads.key_dim),
             self.traced.step_input("padded_tokens"),
             self.traced.step_input("row_of_token"),
-            route == DECODED,
+            route == DECODED and self.key_scale is not None,
         )
         if route == DECODED and not why_not_decoded(self.traced, self.call, self.heads):
             note_decoded(self.traced, out, self.call, self.heads)
@@ -285,10 +292,10 @@ def _places_by_head(block: torch.Tensor, offset: torch.Tensor, heads: int) -> to
 def _rotates_norms(node: fx.Node) -> bool:
     """Tell whether ``node`` is what an RMS norm of each head and a rotation make, one after the other."""
     rotation = node.args[0] if transposes_heads(node) else node
-    if callee(rotation) != "npu_rotary_mul":
-        return False
-    source = rotation.args[0]
-    return callee(source) == "getitem" and callee(source.args[0]) == "npu_rms_norm"
+    source = rotation.args[0] if callee(rotation) == "npu_rotary_mul" else None
+    if callee(rotation) == "getitem" and callee(rotation.args[0]) == "npu_apply_rotary_pos_emb":
+        source = rotation.args[0].args[rotation.args[1]]
+    return source is not None and callee(source) == "getitem" and callee(source.args[0]) == "npu_rms_norm"
 
 
 def causal_mask(traced: TracedGraph, like: fx.Node) -> fx.Node:

@@ -4,9 +4,12 @@ Matches:
     weights, ids = pagoda::moe_gating(logits, ...)
     pagoda::moe(x, weights, ids, up, down, ...)
 Becomes:
-    npu_moe_gating_top_k_softmax, or npu_moe_gating_top_k for sigmoid scores with groups
+    npu_moe_gating_top_k_softmax, its second version for softmaxes over the chosen, or npu_moe_gating_top_k for
+    sigmoid scores with groups
     npu_moe_init_routing_v2 -> npu_grouped_matmul -> npu_swiglu -> npu_grouped_matmul
     -> npu_moe_token_unpermute, or npu_moe_finalize_routing in GE graphs
+        which adds what is added to its result, such as shared experts, as skip1
+        or, on the inference chip, which has neither, the rows gathered and added in float32
     or, where these are not legal, every expert over every token, in batched ATen products
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .....runtime.npu_target import Product
 from .....runtime.ops.moe import moe
 from .....runtime.ops.moe.every_expert import every_expert
 from ....graph.fx_nodes import callee, shape, value
@@ -32,16 +36,22 @@ from ....graph.record import PassRecord
 from ....graph.traced import TracedGraph
 from ..activations import lower_activation, lower_gated
 from ..site import Site, lower_each
+from .combine import add_while_combining
 
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
-_COUNTS, _PER_ROW = 1, 0
+_ENDS, _COUNTS, _PER_ROW = 0, 1, 0
 _SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
 _ROW_MAJOR = 2
+_OVER_CHOSEN = 1
+_NO_EPSILON = 1e-12
+"""What added to the sum of the largest of a softmax leaves it as it is in float32."""
 
 
 def lower_npu_moe(traced: TracedGraph) -> PassRecord:
     """Lower routing and experts."""
-    return lower_each(traced, "lower_npu_moe", {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
+    record = lower_each(traced, "lower_npu_moe", {_pagoda.moe.default: _moe, _pagoda.moe_gating.default: _gating})
+    add_while_combining(traced)
+    return record
 
 
 def _gating(
@@ -59,8 +69,10 @@ def _gating(
 ) -> tuple[fx.Node, fx.Node]:
     """Weights ``[N, K]`` and ids ``[N, K]`` int64."""
     chosen: tuple[fx.Node, fx.Node] | None = None
+    rounded: list[fx.Node] = []
     if scoring in ("softmax", "none") and groups == 1 and bias is None:
-        chosen = _softmax_gating(site, logits, k, scoring, weighting, epsilon, scaling)
+        narrow, rounded = (logits, []) if scaling != 1.0 else _before_widening(site, logits)
+        chosen = _softmax_gating(site, logits, narrow, k, scoring, weighting, epsilon, scaling)
     elif scoring == "sigmoid" and weighting == "sum":
         results = site.call(
             _npu.npu_moe_gating_top_k.default,
@@ -82,18 +94,51 @@ def _gating(
     if chosen is None:
         return site.inline(moe.moe_gating_reference, *site.args)  # type: ignore[no-any-return]
     weights, ids = chosen
+    for cast in rounded:
+        if value(weights).dtype is value(cast).dtype:
+            site.traced.substitute(cast, weights)
     return site.cast(weights, value(logits).dtype), site.traced.call(_aten._to_copy.default, ids, dtype=torch.int64)
 
 
+def _before_widening(site: Site, logits: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """Logits as they were before a cast to float32, and the casts of the weights, where all round to that dtype.
+
+    The operators take the softmax of bfloat16 in float32 and round it once, as the casts do.
+    """
+    source = logits.args[0] if callee(logits) == "_to_copy" else None
+    if not isinstance(source, fx.Node) or value(source).dtype is not torch.bfloat16:
+        return logits, []
+    weights = [user for user in site.node.users if user.args[1] == 0]
+    readers = [reader for item in weights for reader in item.users]
+    if any(callee(r) != "_to_copy" or value(r).dtype is not torch.bfloat16 for r in readers):
+        return logits, []
+    return source, readers
+
+
 def _softmax_gating(
-    site: Site, logits: fx.Node, k: int, scoring: str, weighting: str, epsilon: float, scaling: float
+    site: Site,
+    logits: fx.Node,
+    narrow: fx.Node,
+    k: int,
+    scoring: str,
+    weighting: str,
+    epsilon: float,
+    scaling: float,
 ) -> tuple[fx.Node, fx.Node] | None:
-    """Softmax and choice in one. A softmax over the chosen logits alone is the same as dividing by their sum."""
+    """Softmax and choice in one. A softmax over the chosen logits alone is the same as dividing by their sum.
+
+    ``narrow``: the logits, or these before they were widened, for operators that round nothing but the weights.
+    """
     over_chosen = scoring == "none" and weighting == "softmax"
     if not over_chosen and (scoring != "softmax" or weighting not in ("none", "sum")):
         site.refuse("npu.npu_moe_gating_top_k_softmax", f"{scoring} scores with weights by {weighting!r}")
         return None
-    results = site.call(_npu.npu_moe_gating_top_k_softmax.default, logits, None, k)
+    if scaling == 1.0 and (over_chosen or (weighting == "sum" and epsilon < _NO_EPSILON)):
+        results = site.call(_npu.npu_moe_gating_top_k_softmax_v2.default, narrow, k=k, renorm=_OVER_CHOSEN)
+        if results is not None:
+            return site.item(results, 0), site.item(results, 1)
+    one = narrow if weighting == "none" else logits
+    results = site.call(_npu.npu_moe_gating_top_k_softmax.default, one, None, k)
     if results is None:
         return None
     weights, ids = site.item(results, 0), site.item(results, 1)
@@ -141,6 +186,7 @@ def _grouped(
     if callee(ids) == "_to_copy" and value(ids.args[0]).dtype is torch.int32:
         ids = ids.args[0]
     ids = site.cast(ids, torch.int32)
+    by = _ENDS if site.target.product is Product.INFERENCE else _COUNTS
     routed = site.call(
         _npu.npu_moe_init_routing_v2.default,
         x,
@@ -148,7 +194,7 @@ def _grouped(
         active_num=-1,
         expert_num=experts,
         drop_pad_mode=0,
-        expert_tokens_num_type=_COUNTS,
+        expert_tokens_num_type=by,
         expert_tokens_num_flag=True,
         quant_mode=-1,
         active_expert_range=[0, experts],
@@ -157,7 +203,9 @@ def _grouped(
     if routed is None:
         return None
     rows, row_of, counts = (site.item(routed, i) for i in range(3))
-    hidden = _product(site, rows, up, up_bias, counts, transposed)
+    if by == _ENDS:  # which an eager call yields in int32
+        counts = site.traced.call(_aten._to_copy.default, counts, dtype=torch.int64)
+    hidden = _product(site, rows, up, up_bias, counts, by, transposed)
     if hidden is None:
         return None
     if layout == "plain":
@@ -182,14 +230,14 @@ def _grouped(
         hidden = lower_gated(site, gate, over, kind, alpha, limit)
     if hidden is None:
         return None
-    out = _product(site, hidden, down, down_bias, counts, transposed)
+    out = _product(site, hidden, down, down_bias, counts, by, transposed)
     if out is None:
         return None
     scales = None if weight_input else site.cast(weights, value(out).dtype)
     combined = site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
     if combined is not None:
         return combined
-    return site.call(
+    combined = site.call(
         _npu.npu_moe_finalize_routing.default,
         out,
         None,
@@ -201,10 +249,19 @@ def _grouped(
         drop_pad_mode=_ROW_MAJOR,
         k=k,
     )
+    return combined or site.inline(_added, out, row_of, scales, k)  # type: ignore[no-any-return]
+
+
+def _added(rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int) -> torch.Tensor:
+    """``[T, H]``, each token's rows times their scales, added in float32."""
+    parts = rows.index_select(0, row_of).view(-1, k, rows.shape[1]).float()
+    if scales is not None:
+        parts = parts * scales.float().unsqueeze(-1)
+    return parts.sum(1).to(rows.dtype)
 
 
 def _product(
-    site: Site, rows: fx.Node, weight: fx.Node, bias: fx.Node | None, counts: fx.Node, transposed: bool
+    site: Site, rows: fx.Node, weight: fx.Node, bias: fx.Node | None, counts: fx.Node, by: int, transposed: bool
 ) -> fx.Node | None:
     """Each expert's rows by its matrix."""
     stored = weight if transposed else _as_stored(site.traced, weight)
@@ -220,7 +277,7 @@ def _product(
         group_list=counts,
         split_item=_SPLIT_ONE_OUTPUT,
         group_type=_GROUPS_OF_ROWS,
-        group_list_type=_COUNTS,
+        group_list_type=by,
     )
     return None if results is None else site.item(results, 0)
 

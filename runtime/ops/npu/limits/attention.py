@@ -9,6 +9,7 @@ from ..numerics import nz_width
 from . import attention_sizes
 from .attention_sizes import HEAD_DIM, LATENT_DIM, MAX_SEQUENCES, AttentionSizes
 from .call import Call
+from .incremental_attention import paged_queries
 from .rules import A2, A3, A5, HALF, INFERENCE, INT32, Limits, dense, given, in_reference, lowered, shaped
 
 PAGED_SCALES = {A2: frozenset({4, 5}), A3: frozenset({4, 5})}
@@ -430,7 +431,7 @@ LIMITS = {
         ],
     ),
     "npu_incre_flash_attention": Limits(
-        frozenset(),
+        frozenset({INFERENCE}),
         {"query": HALF, "block_table": INT32},
         alike=[("key", "value")],
         ranks=_RANKS,
@@ -442,6 +443,7 @@ LIMITS = {
             _alike_heads,
             _paging,
             _precision,
+            lowered(paged_queries),
         ],
     ),
 }

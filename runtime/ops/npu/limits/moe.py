@@ -1,5 +1,6 @@
 """Limits of the operators of mixtures of experts: op-plugin docs npu_moe_gating_top_k, npu_moe_gating_top_k_softmax,
-npu_moe_init_routing_v2, npu_grouped_matmul and npu_grouped_matmul_swiglu_quant_v2."""
+npu_moe_init_routing_v2, npu_grouped_matmul and npu_grouped_matmul_swiglu_quant_v2, and CANN's
+aclnnMoeGatingTopKSoftmaxV2."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ from .rules import (
 )
 
 _MAX_CHOSEN_EXPERTS = 1024
-"""k of npu_moe_gating_top_k_softmax."""
+"""k of npu_moe_gating_top_k_softmax and its second version."""
+_LEAST_RENORMED_EXPERTS = 32
+"""E of npu_moe_gating_top_k_softmax_v2 where the softmax is over the chosen."""
 _MAX_SCORED_EXPERTS = 2048
 """E of npu_moe_gating_top_k, and of its groups filled up to multiples of 32."""
 _MAX_EXPERTS, _MAX_EXPERTS_IN_PAIRS = 10240, 5120
@@ -76,6 +79,19 @@ def _chosen_experts(call: Call) -> str:
     return f"k is {k}, of {experts} experts; at most {_MAX_CHOSEN_EXPERTS}"
 
 
+def _renormed_experts(call: Call) -> str:
+    """What the kernel of the second version makes of softmaxes over the chosen (ops-transformer,
+    ``moe_gating_top_k_softmax_v2``: its tiling for ``renorm`` divides by the multiple of 32 that the experts hold,
+    and the kernel takes the softmax of float16 in float16)."""
+    experts = call.shape("x")[-1]
+    if call["renorm"] != 1:
+        return ""
+    if call.dtype("x") is torch.float16:
+        return "x is torch.float16, in which the softmax over the chosen would be taken; torch.float32 or bfloat16"
+    least = _LEAST_RENORMED_EXPERTS
+    return f"{experts} experts; at least {least} with renorm 1" if experts and experts < least else ""
+
+
 def _routed_experts(call: Call) -> str:
     most = _MAX_EXPERTS_IN_PAIRS if call["expert_tokens_num_type"] == 2 else _MAX_EXPERTS
     return "" if 0 < call["expert_num"] <= most else f"{call['expert_num']} experts; at most {most}"
@@ -93,6 +109,8 @@ def _grouped_matmul(call: Call) -> str:
     if len(call["weight"]) != 1 or weight.dim() != 3 or x.dim() != 2 or weight.shape[1] != x.shape[1]:
         return f"rows {tuple(x.shape)} and matrices {tuple(weight.shape)}"
     inputs, outputs = int(weight.shape[1]), int(weight.shape[2]) * (PER_INT32 if weight.dtype is torch.int32 else 1)
+    if call.target.product is INFERENCE and outputs % 16:
+        return f"matrices of {outputs} outputs; a multiple of 16 on this chip"
     if max(inputs, outputs) >= 65536:
         return f"matrices of {(inputs, outputs)}; inner sizes below 65536"
     if groups.shape[0] > _MAX_GROUPS:
@@ -292,6 +310,12 @@ def _pairs_of_arguments(call: Call) -> str:
 LIMITS = {
     "npu_moe_gating_top_k_softmax": Limits(
         frozenset({A2, A3, A5}), {"x": FLOAT}, ranks={"x": (2, 3)}, rules=[_chosen_experts]
+    ),
+    "npu_moe_gating_top_k_softmax_v2": Limits(
+        frozenset({A2, A3, A5}),
+        {"x": FLOAT},
+        ranks={"x": (2, 3)},
+        rules=[_chosen_experts, given("renorm", 0, 1), _renormed_experts],
     ),
     "npu_moe_gating_top_k": Limits(
         frozenset({A2, A3, A5}),

@@ -115,7 +115,8 @@ LIMITS = {
             lowered(norm_by_scales),
         ],
     ),
-    "npu_swiglu": Limits(frozenset({A2, A3, A5}), {"input": FLOAT}, rules=[_even_split, dense("input")]),
+    # op-plugin names A2 alone; vllm-ascend runs it on the others (``_310p/ops/activation.py``, for instance).
+    "npu_swiglu": Limits(frozenset({A2, A3, A5, INFERENCE}), {"input": FLOAT}, rules=[_even_split, dense("input")]),
     "npu_geglu": Limits(
         frozenset({A2, A3, A5}), {"input": FLOAT}, rules=[_even_split, given("approximate", 0, 1), dense("input")]
     ),

@@ -1,14 +1,35 @@
-"""Limits of npu_rotary_mul and npu_interleave_rope (op-plugin docs)."""
+"""Limits of npu_rotary_mul, npu_interleave_rope and npu_apply_rotary_pos_emb (op-plugin docs)."""
 
 from __future__ import annotations
 
 import math
 
+import torch
+
 from .call import Call
-from .rules import A2, A3, A5, FLOAT, HALF, INFERENCE, Limits, below, dense, in_reference, lowered, shaped, sizes
+from .rules import (
+    A2,
+    A3,
+    A5,
+    FLOAT,
+    HALF,
+    INFERENCE,
+    Limits,
+    below,
+    dense,
+    given,
+    in_reference,
+    lowered,
+    shaped,
+    sizes,
+)
 
 _MAX_ROTARY_DIM, _INTERLEAVED_DIM = 896, 64
 """Dims of a head are below the one in npu_rotary_mul, and the other in npu_interleave_rope."""
+_APPLIED_DIMS = (64, 128)
+"""Dims of a head in npu_apply_rotary_pos_emb."""
+_UNIFIED_BUFFER = 192 * 1024
+"""Bytes on a core that heads of queries and keys of one token have to fit in there."""
 
 
 def _product_of(*sizes: int | None) -> int | None:
@@ -58,17 +79,30 @@ def _rotary_inference_chip(call: Call) -> str:
 
 def _rotary_mode(call: Call) -> str:
     mode, rotate, product = call["rotary_mode"], call["rotate"], call.target.product
-    if mode == "half":
-        return ""
-    if mode != "interleave":
+    if mode not in ("half", "interleave"):
         return f"rotary_mode is {mode!r}; it must be 'half' or 'interleave'"
-    if product is A5:
-        return "" if rotate is None else "rotate is not for this chip, which knows the mode itself"
-    # Without the matrix torchair emits RotaryMul on these chips, which has no mode and rotates halves.
     if rotate is None:
-        return "without rotate the graph engine ignores rotary_mode='interleave' on this chip"
+        # Without the matrix torchair emits RotaryMul on these chips, which has no mode and rotates halves.
+        lost = mode == "interleave" and product is not A5
+        return "without rotate the graph engine ignores rotary_mode='interleave' on this chip" if lost else ""
+    if product is A5:
+        return "rotate is not for this chip, which knows the mode itself"
     dim = call.shape("input")[-1]
     return "" if call.shape("rotate") == (dim, dim) else f"rotate is {call.shape('rotate')}; it must be {(dim, dim)}"
+
+
+def _written_inputs(call: Call) -> str:
+    """Refuse npu_apply_rotary_pos_emb where graphs are captured: it writes into its inputs, which its schema does not
+    say, so that what npugraph_ex makes of its graph may read them afterwards."""
+    return "" if call.target.graph_mode == "ge" else "it writes into its inputs without saying so"
+
+
+def _unified_buffer(call: Call) -> str:
+    """Bytes for the heads of a token (CANN's ``aclnnApplyRotaryPosEmbV2.md``, section on constraints)."""
+    heads, wide = (call.shape("query")[2] or 0) + (call.shape("key")[2] or 0), call.dtype("query") is torch.bfloat16
+    size = 2 if call.dtype("query") is torch.float16 else 4
+    needed = heads * 128 * size * 5 + 128 * (2 if wide else size) * 4 + wide * 128 * 4 * 2
+    return "" if needed <= _UNIFIED_BUFFER else f"{heads} heads of a token take {needed} bytes of {_UNIFIED_BUFFER}"
 
 
 LIMITS = {
@@ -76,7 +110,7 @@ LIMITS = {
         frozenset({A2, A3, A5, INFERENCE}),
         {"input": FLOAT},
         # The eager kernel casts cos and sin to the dtype of the input, the graph engine does not.
-        alike=[("input", "r1", "r2")],
+        alike=[("input", "r1", "r2", "rotate")],
         ranks={"input": (3, 4)},
         forms={"input": (4,)},
         rules=[
@@ -99,6 +133,21 @@ LIMITS = {
             sizes("cos", 1, (1,)),
             in_reference(sizes("sin", 1, (1,))),
             dense("x", "cos", "sin"),
+        ],
+    ),
+    # Below 950, of which only the documents of one kind say that it runs this.
+    "npu_apply_rotary_pos_emb": Limits(
+        frozenset({A2, A3, INFERENCE}),
+        {"query": FLOAT},
+        alike=[("query", "key", "cos", "sin")],
+        ranks={"query": (4,), "key": (4,), "cos": (4,), "sin": (4,)},
+        rules=[
+            lowered(_written_inputs),
+            given("layout", "BSND"),
+            given("rotary_mode", "half"),
+            shaped("query [B, S, N, D], key [B, S, M, D], cos [B, S, 1, D], sin [B, S, 1, D]"),
+            sizes("query", -1, _APPLIED_DIMS),
+            lowered(_unified_buffer),
         ],
     ),
 }

@@ -390,7 +390,7 @@ def test_a_formula_that_was_changed_is_refused():
     gather = gather_of_queries(graph)
     other = graph.traced.step_input("row_of_token")
     gather.args = (gather.args[0], [other])
-    with pytest.raises(ValueError, match="not one attention over int8 caches"):
+    with pytest.raises(ValueError, match="not one attention over its caches"):
         decode_graph(graph.traced)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from aten_graphs import run_graph
 
+from torch_pagoda.passes.graph.fx_nodes import value
 from torch_pagoda.passes.lower.npu.experts.moe import lower_npu_moe
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.moe.every_expert import every_expert
@@ -185,6 +186,10 @@ def gating(*arguments):
 
 
 LOGITS = torch.randn(N, EXPERTS, generator=torch.Generator().manual_seed(3))
+MANY = torch.randn(N, 32, generator=torch.Generator().manual_seed(3))
+TOO_FEW = "npu.npu_moe_gating_top_k_softmax_v2: 8 experts; at least 32 with renorm 1"
+SUMMED = (K, "softmax", 1, 1, "max", "sum", 1e-20, 1.0)
+OVER_CHOSEN = (K, "none", 1, 1, "max", "softmax", 0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -202,11 +207,61 @@ LOGITS = torch.randn(N, EXPERTS, generator=torch.Generator().manual_seed(3))
 def test_routing(arguments, bias, name, more):
     parameters = {"bias": torch.linspace(-1, 1, EXPERTS)} if bias else {}
     graph, record = lowered(gating(*arguments), LOGITS, tolerance=1e-5, **parameters)
-    assert not refusals(record)
+    assert refusals(record) in ("", TOO_FEW)
     suffix = f"_{name}" if name else ""
     assert [n for n in operators(graph) if n.startswith("npu.")] == [f"npu.npu_moe_gating_top_k{suffix}"]
     kept = [n.removeprefix("aten.") for n in operators(graph) if n.startswith("aten.")]
     assert [n for n in kept if n in ("sum", "div", "add", "mul")] == more
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("arguments", [SUMMED, OVER_CHOSEN])
+def test_weights_of_the_chosen_that_add_up_to_one_take_one_operator(arguments, dtype):
+    def function(m, x):
+        weights, ids = pagoda.moe_gating(x.to(dtype), None, *arguments)
+        return torch.zeros_like(x).scatter(1, ids, weights.float())
+
+    graph, _ = lowered(function, MANY, tolerance=1e-5 if dtype is torch.float32 else 1e-2)
+    assert operators(graph).count("npu.npu_moe_gating_top_k_softmax_v2") == 1
+    assert not {"aten.sum", "aten.div"} & set(operators(graph))
+
+
+@pytest.mark.parametrize("also", [False, True])
+@pytest.mark.parametrize("weighting", ["sum", "none"])
+def test_logits_are_not_widened_for_weights_that_are_rounded(weighting, also):
+    """transformers takes the softmax in float32 and rounds the weights of the chosen once, as the operators do."""
+
+    def function(m, x):
+        logits = x.bfloat16()
+        weights, ids = pagoda.moe_gating(logits.float(), None, K, "softmax", 1, 1, "max", weighting, 0.0, 1.0)
+        rounded = weights.to(torch.bfloat16)
+        kept = weights if also else rounded
+        return torch.cat((torch.zeros_like(logits).scatter(1, ids, rounded).float(), kept.float()), 1)
+
+    graph, _ = lowered(function, MANY, tolerance=0 if not also else 1e-5)
+    (call,) = [n for n in graph.graph.nodes if "gating_top_k" in str(n.target)]
+    assert value(call.args[0]).dtype is (torch.float32 if also else torch.bfloat16)
+
+
+def test_what_a_routed_result_is_added_to_is_part_of_its_operator():
+    """Shared experts, for instance; the sum is rounded once."""
+
+    def function(m, x):
+        return experts()(m, x).view(1, -1, H) + x[:, :H].to(torch.bfloat16).view(1, -1, H)
+
+    graph, _ = lowered(function, packed(X, *chosen()), **tensors())
+    (last,) = [n for n in graph.graph.nodes if "finalize_routing" in str(n.target)]
+    assert last.args[1] is not None and "aten.add" not in operators(graph)
+
+
+def test_a_routed_result_that_something_else_reads_stays():
+    def function(m, x):
+        routed = experts()(m, x)
+        return routed + x[:, :H].to(torch.bfloat16) * routed
+
+    graph, _ = lowered(function, packed(X, *chosen()), **tensors())
+    (last,) = [n for n in graph.graph.nodes if "finalize_routing" in str(n.target)]
+    assert last.args[1] is None
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from torch_pagoda.passes.graph.fx_nodes import is_dynamic, is_tensor, shape, value
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
+from torch_pagoda.passes.lower.npu.call import Call
 from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
 from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
 from torch_pagoda.passes.lower.npu.rope import lower_npu_rope
@@ -19,6 +20,7 @@ from torch_pagoda.passes.lower.npu.split_products import split_products
 from torch_pagoda.passes.recognize.linear import recognize_linear
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops
 from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.npu.limits import violations
 
 from npu_graphs import assert_legal, graph_of, operators, refusals
 
@@ -247,9 +249,72 @@ def test_rotation_of_whole_heads(mode, soc):
 @pytest.mark.parametrize("mode", ["half", "interleaved"])
 def test_rotation_of_a_part_of_each_head(rotary, start, parts, mode):
     graph, _ = lowered(lower_npu_rope, rotation(mode, start), HEADS, *tables(7, rotary, mode))
+    calls = [n for n in graph.graph.nodes if "npu_rotary_mul" in str(n.target)]
+    assert len(calls) == 2 and not {"aten.split_with_sizes", "aten.cat"} & set(operators(graph)[:-1])
+    assert all(shape(call.args[0])[3] == shape(call.args[1])[3] == 64 for call in calls)
+    (matrix,) = {call.args[4] for call in calls}
+    inside = graph.constants[matrix.name].abs().sum(0)
+    assert inside.tolist() == [float(start <= i < start + rotary) for i in range(64)]
+    target = NpuTarget("Ascend950PR")  # which takes no matrix
+    graph, _ = lowered(lower_npu_rope, rotation(mode, start), HEADS, *tables(7, rotary, mode), target=target)
     names = operators(graph)
     assert names.count("aten.split_with_sizes") == names.count("npu.npu_rotary_mul") == 2
     assert {len(n.args[1]) for n in graph.graph.nodes if "split_with_sizes" in str(n.target)} == {parts}
+
+
+def of_a_product(function):
+    """``function`` of a tensor that the graph has made, in place of an input."""
+
+    def whole(m, x, cos, sin):
+        return function(m, x * 2, cos, sin)
+
+    return whole
+
+
+def and_also(reads):
+    """A rotation of queries and keys, and what else reads of the same memory."""
+
+    def function(m, x, cos, sin):
+        whole = x * 2
+        q, k = pagoda.rope(
+            [whole[:, :, :4].transpose(1, 2), whole[:, :, 4:].transpose(1, 2)], cos, sin, "half", 0, False
+        )
+        return torch.cat((q, k), 1).transpose(1, 2) + reads(whole)
+
+    return function
+
+
+def test_queries_and_keys_are_rotated_at_once():
+    graph, _ = lowered(lower_npu_rope, of_a_product(rotation("half")), HEADS, *tables(7, 64, "half"))
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_apply_rotary_pos_emb"]
+
+
+@pytest.mark.parametrize(
+    ("function", "dim", "target", "reason"),
+    [
+        (rotation("half"), 64, None, ""),  # parts of an input
+        (and_also(lambda x: x), 64, None, ""),
+        (and_also(lambda x: x[:, :, 3:5].sum(2, True)), 64, None, ""),  # overlaps both
+        (of_a_product(rotation("half")), 32, None, "dim -1 of query is 32; it must be 64 or 128"),
+        (of_a_product(rotation("half")), 64, NpuTarget(graph_mode="aclgraph"), "it writes into its inputs"),
+        (of_a_product(rotation("half")), 64, NpuTarget("Ascend950PR"), "Ascend950PR does not run it"),
+        (of_a_product(rotation("interleaved")), 64, None, ""),
+    ],
+)
+def test_what_is_read_again_is_rotated_one_by_one(function, dim, target, reason):
+    """The operator writes into its inputs, and so does its kernel here: the numbers tell."""
+    mode = "interleaved" if reason == "" and function.__name__ == "whole" else "half"
+    inputs = HEADS[..., :dim].contiguous(), *tables(7, dim, mode)
+    graph, record = lowered(lower_npu_rope, function, *inputs, target=target)
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_rotary_mul"] * 2
+    assert reason in refusals(record)
+
+
+@pytest.mark.parametrize(("heads", "dtype", "fits"), [(76, BF16, True), (77, BF16, False), (77, torch.float16, True)])
+def test_heads_of_a_token_fit_the_unified_buffer(heads, dtype, fits):
+    x, table = (torch.empty(1, 5, n, 128, dtype=dtype, device="meta") for n in (heads - 1, 1))
+    call = Call.make(torch.ops.npu.npu_apply_rotary_pos_emb.default, NpuTarget(), x, table, table, table)
+    assert bool(violations(call)) is not fits
 
 
 def test_pairs_to_halves_has_an_operator_of_its_own():

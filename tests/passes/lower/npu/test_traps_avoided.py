@@ -22,15 +22,14 @@ from shared_graphs import capture
 
 # Write into their arguments without saying so, or hand them out.
 SILENT_WRITERS = (
-    "npu_apply_rotary_pos_emb npu_kv_rmsnorm_rope_cache npu_mla_prolog npu_mla_prolog_v2 npu_rope_quant_kvcache "
-    "npu_dequant_rope_quant_kvcache"
+    "npu_kv_rmsnorm_rope_cache npu_mla_prolog npu_mla_prolog_v2 npu_rope_quant_kvcache npu_dequant_rope_quant_kvcache"
 ).split()
 # No converter in torchair, none of ours, and none that works.
 UNCONVERTED = (
     "npu_rms_norm_quant npu_swiglu_quant npu_gelu_mul npu_silu npu_mrope "
     "npu_moe_token_permute npu_top_k_top_p npu_gather_pa_kv_cache npu_scatter_pa_cache "
     "npu_advance_step_flashattn npu_format_cast npu_fusion_attention_v2 npu_fusion_attention_v3 "
-    "npu_grouped_matmul_swiglu_quant npu_moe_gating_top_k_softmax_v2 npu_fused_matmul "
+    "npu_grouped_matmul_swiglu_quant npu_fused_matmul "
     "npu_scatter_list_"
 ).split()
 # Fakes that are missing, or ask a device.

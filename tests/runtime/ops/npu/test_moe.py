@@ -69,6 +69,19 @@ def test_gating_top_k_softmax(dtype):
     assert rows.reshape(6, CHOICES).tolist() == [[j * 6 + i for j in range(CHOICES)] for i in range(6)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gating_top_k_softmax_v2(dtype):
+    """As op-plugin's golden test has it: with ``renorm`` the softmax over the chosen, in float32, rounded once."""
+    x = torch.randn(2, 3, 40).to(dtype)
+    values, indices = x.sort(descending=True, stable=True)
+    weights, experts, rest = npu.npu_moe_gating_top_k_softmax_v2(x, k=CHOICES, renorm=1)
+    assert torch.equal(weights, values[..., :CHOICES].float().softmax(-1).to(dtype)) and rest.shape == (0,)
+    assert torch.equal(experts.long(), indices[..., :CHOICES])
+    weights, _, whole = npu.npu_moe_gating_top_k_softmax_v2(x, k=CHOICES, output_softmax=True)
+    assert torch.equal(weights, npu.npu_moe_gating_top_k_softmax(x, None, CHOICES)[0])
+    assert torch.equal(whole, x.float().softmax(-1))
+
+
 @pytest.mark.parametrize("experts, count, rounds", [(64, 8, False), (64, 9, True), (1256, 4, True), (100, 2, True)])
 def test_half_precision_is_ranked_rounded_where_a_device_does(experts, count, rounds):
     """Two experts whose probabilities differ by less than half precision can tell."""
@@ -232,6 +245,12 @@ PLACES = torch.arange(18, dtype=torch.int32)
         (lambda: npu.npu_moe_gating_top_k(LOGITS, 5, group_count=4), "k is 5, of 1 groups of 4"),
         (lambda: npu.npu_moe_gating_top_k(LOGITS[None], 2), "x has 3 dims"),
         (lambda: npu.npu_moe_gating_top_k_softmax(LOGITS, None, 17), "k is 17"),
+        (lambda: npu.npu_moe_gating_top_k_softmax_v2(LOGITS, k=2, renorm=1), "16 experts; at least 32"),
+        (lambda: npu.npu_moe_gating_top_k_softmax_v2(LOGITS, k=2, renorm=2), "renorm is 2"),
+        (
+            lambda: npu.npu_moe_gating_top_k_softmax_v2(torch.zeros(1, 32).half(), k=2, renorm=1),
+            "in which the softmax",
+        ),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN), "-1 experts"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN.long(), expert_num=4), "int32"),
         (lambda: npu.npu_moe_init_routing_v2(X, CHOSEN + 4, expert_num=4), r"expert_idx lies in \[4, 4\]"),

@@ -106,3 +106,30 @@ def test_modes_without_a_kernel(mode):
     x = torch.randn(TOKENS, HEADS, DIM)
     with pytest.raises(NotImplementedError, match=f"rotary_mode='{mode}'; it takes 'half' or 'interleave'"):
         npu.npu_rotary_mul(x, x, x, mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_apply_rotary_pos_emb_writes_into_its_inputs(dtype):
+    query, key = (torch.randn(1, 5, heads, 128).to(dtype) for heads in (4, 2))
+    angles = torch.randn(1, 5, 1, 64).repeat(1, 1, 1, 2)
+    tables = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = [npu.npu_rotary_mul(x, *tables) for x in (query, key)]
+    found = npu.npu_apply_rotary_pos_emb(query, key, *tables)
+    assert all(map(torch.equal, found, expected)) and all(map(torch.equal, (query, key), expected))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": "TND"}, "layout='TND'"),
+        ({"rotary_mode": "interleave"}, "rotary_mode='interleave'"),
+        ({"query": torch.zeros(1, 5, 4, 32)}, "do not fit"),
+        ({"cos": torch.zeros(1, 1, 1, 64)}, "do not fit"),
+        ({"key": torch.zeros(1, 5, 2, 64).half()}, "dtypes differ"),
+    ],
+)
+def test_apply_rotary_pos_emb_refuses(changes, reason):
+    given = {"query": torch.zeros(1, 5, 4, 64), "key": torch.zeros(1, 5, 2, 64), "cos": torch.zeros(1, 5, 1, 64)}
+    given["sin"] = given["cos"]
+    with pytest.raises((ValueError, NotImplementedError), match=reason):
+        npu.npu_apply_rotary_pos_emb(**{**given, **changes})
