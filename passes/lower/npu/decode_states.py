@@ -211,17 +211,18 @@ def _rows(traced: TracedGraph, given: dict[str, fx.Node], dtype: torch.dtype) ->
 
 def _whole_of_parts(nodes: list[fx.Node], sizes: list[int]) -> fx.Node | None:
     """The tensor ``[1, T, C]`` whose channels are those of the nodes, one behind the other; None if there is none."""
-    whole = None
-    for i, node in enumerate(nodes):
+    found: Any = None
+    for i, part in enumerate(nodes):
+        node: Any = part
         while callee(node) in _RESHAPES:
-            node = node.args[0]  # type: ignore[assignment]
-        split = node.args[0] if callee(node) == "getitem" and node.args[1] == i else None
-        if callee(split).removesuffix("_copy") != "split_with_sizes" or split.args[1] != sizes:  # type: ignore[union-attr]
+            node = node.args[0]
+        split: Any = node.args[0] if callee(node) == "getitem" and node.args[1] == i else None
+        if callee(split).removesuffix("_copy") != "split_with_sizes" or split.args[1] != sizes:
             return None
-        if split.args[2] not in (-1, 2) or len(shape(split.args[0])) != 3 or whole not in (None, split):  # type: ignore[union-attr]
+        if split.args[2] not in (-1, 2) or len(shape(split.args[0])) != 3 or found not in (None, split):
             return None
-        whole = split
-    return whole.args[0] if whole is not None else None  # type: ignore[return-value]
+        found = split
+    return None if found is None else found.args[0]
 
 
 def _inputs_of(result: fx.Node) -> tuple[dict[str, fx.Node], fx.Node]:

@@ -87,10 +87,10 @@ def _linear_recurrence(
     _, state_read, state_write = where
     traced, tensors = site.traced, {"query": query, "key": key, "value": val, "log_decay": log_decay, "beta": beta}
     _widen_parameters(traced, log_decay)
-    inputs = [note_input(traced, name, node) for name, node in tensors.items()]
+    inputs: Any = [note_input(traced, name, node) for name, node in tensors.items()]
     if l2norm_eps is not None:  # the single-token form reads them, from inputs that all graphs share
         unit_gain(traced, int(shape(key)[3]), scale), unit_gain(traced, int(shape(key)[3]), 1.0)
-    fused = _fused_delta_rule(site, *inputs, scale, l2norm_eps, state, where)  # type: ignore[arg-type]
+    fused = _fused_delta_rule(site, *inputs, scale, l2norm_eps, state, where)
     if fused is not None:
         result, after = fused
         after = site.cast(after, value(state).dtype)

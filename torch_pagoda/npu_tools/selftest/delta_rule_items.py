@@ -38,10 +38,10 @@ def delta_rule_items(traced: TracedGraph, device: Device) -> Items:
     steps = [step for node in traced.graph.nodes if (step := custom_note(node, STEP)) is not None]
     if not any(step.get("l2norm_eps") is not None for step in steps):
         return {}
-    items: Items = {f"{name} with decays of exp(-8)": partial(_strong_decays, name, device) for name in _OPERATORS}
+    decays = {f"{name} with decays of exp(-8)": partial(_strong_decays, name, device) for name in _OPERATORS}
     forms = {"the formula": by_formula, "npu_recurrent_gated_delta_rule": by_operator}
-    items |= {f"{STEPS} decode steps by {name}": partial(_drift, form, device) for name, form in forms.items()}
-    return items
+    drifts = {f"{STEPS} decode steps by {name}": partial(_drift, form, device) for name, form in forms.items()}
+    return {**decays, **drifts}
 
 
 def _strong_decays(name: str, device: Device, progress: Progress) -> dict[str, Any]:
@@ -52,8 +52,8 @@ def _strong_decays(name: str, device: Device, progress: Progress) -> dict[str, A
 def by_formula(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> Tensor:
     """A step as graphs of GE take it."""
     read = torch.zeros(1, dtype=torch.int32, device=state.device)
-    wide = (x.float() for x in (query, key, value))
-    return one_token_recurrence(*wide, g[None], beta[None], state, read)[1]
+    given = query.float(), key.float(), value.float(), g[None], beta[None]
+    return one_token_recurrence(*given, state, read)[1]
 
 
 def by_operator(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, g: Tensor, state: Tensor) -> Tensor:
@@ -74,9 +74,10 @@ def _drift(form: Advance, device: Device, progress: Progress) -> dict[str, Any]:
         for _ in range(STEPS):
             rows = torch.randn(3, 1, len(_DECAYS), _DIM, generator=generator)
             query, key = torch.nn.functional.normalize(rows[:2, :, :_KEY_HEADS], dim=-1).bfloat16()
-            given = (query, key, rows[2].bfloat16(), beta, g)
+            given = query, key, rows[2].bfloat16(), beta, g
             expected = by_formula(*given, expected)
-            found = device.run(lambda given=given, found=found: form(*(x.to(at) for x in given), found))
+            q, k, v, b, decay = (x.to(at) for x in given)
+            found = device.run(partial(form, q, k, v, b, decay, found))
     off = (found.cpu().float() - expected).norm(dim=(2, 3)) / expected.norm(dim=(2, 3))
     largest = float(off.nan_to_num(nan=torch.inf).max())
     reason = f"states are off by {largest:.2g} of their norm (limit {_LIMIT:g})" if largest > _LIMIT else ""

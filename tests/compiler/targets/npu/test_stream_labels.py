@@ -57,7 +57,7 @@ def test_branches_of_static_graphs_have_a_stream_of_their_own(model_type):
     launches = [Counter(node.type for node in each.computing()) for each in (graph, plain)]
     assert launches[0] == launches[1] and not plain.schedules()
     ((attributes, types),) = graph.schedules()
-    assert attributes == {"_user_stream_label": LABEL, "_user_stream_priority": "0", "_enable_inner_parallel": "True"}
+    assert attributes == {"_user_stream_label": LABEL, "_user_stream_priority": "0", "_enable_inner_parallel": True}
     sided = {node.name for node in graph if node.schedule}
     computing = [node for node in graph.computing() if node.name in sided]
     assert len(computing) >= sum(len(branch.side) for branch in branches)
