@@ -33,7 +33,7 @@ TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
 ROUNDED_LLAMA = {
     "add_rms_norm_dynamic_quant": 2,
     "quant_matmul": 4,
-    "rotary_mul": 2,
+    "apply_rotary_pos_emb": 1,
     "scatter_pa_kv_cache": 1,
     "fused_infer_attention_score": 1,
     "dynamic_quant": 1,

@@ -28,7 +28,7 @@ def test_every_family_has_its_figures():
 @pytest.mark.parametrize("calls", [1, 32, 126])
 def test_a_whole_graph_is_limited_by_npugraph_ex_alone(soc, calls):
     budget, reason = capture_budget(soc, GraphNeeds(calls))
-    assert budget == CAPTURES_PER_GRAPH and "npugraph_ex captures 64" in reason
+    assert budget == CAPTURES_PER_GRAPH and "npugraph_ex captures a graph at most 64 times" in reason
 
 
 @pytest.mark.parametrize(("calls", "sizes"), [(12, 64), (32, 27), (64, 13), (898, 1), (899, 0)])
@@ -36,7 +36,7 @@ def test_events_of_310p(calls, sizes):
     """1023, of which 124 are left to others: (1023 - 124) // (calls + 1)."""
     budget, reason = capture_budget(INFERENCE, GraphNeeds(calls))
     assert budget == sizes
-    assert sizes == 64 or f"Ascend310P3 has 1023 events, and each takes {calls + 1} of them" == reason
+    assert sizes == 64 or f"Ascend310P3 has 1023 events, and each capture takes {calls + 1}" == reason
 
 
 def test_side_streams_take_streams_and_events():
@@ -44,7 +44,7 @@ def test_side_streams_take_streams_and_events():
     assert (plain.streams, plain.events) == (1, 33) and (sided.streams, sided.events) == (3, 32 + 1 + 4 + 96)
     assert capture_budget(INFERENCE, sided)[0] == (1023 - 124) // 133 == 6
     assert capture_budget(A2, GraphNeeds(32, side_streams=60))[0] == (1984 - 240) // 61 == 28
-    assert "1984 streams, and each takes 61" in capture_budget(A2, GraphNeeds(32, side_streams=60))[1]
+    assert "1984 streams, and each capture takes 61" in capture_budget(A2, GraphNeeds(32, side_streams=60))[1]
 
 
 def test_graphs_cut_at_every_attention_and_groups_follow_vllm_ascends_formula():
@@ -63,7 +63,7 @@ def at(soc: str, calls: int, monkeypatch: pytest.MonkeyPatch) -> AclGraphs:
 
     traced = lowered("llama", "aclgraph")[1].copy()
     assert traced.npu is not None
-    traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", traced.npu.float32_as)
+    traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", float32_as=traced.npu.float32_as)
     monkeypatch.setattr(aclgraph_route, "_attention_calls", lambda traced: calls)
     monkeypatch.setattr(AclGraphs, "_compile", lambda self, scheduled: self.traced.module)
     return AclGraphs(traced, traced.module)

@@ -71,7 +71,7 @@ def test_where_schedules_do_not_run(options, device, words):
 def test_static_decode_graphs_run_schedules():
     options = CompileOptions(schedule=ON, static_decode=True).for_device("npu")
     assert options.schedule == ON and options.codegen == "ge"
-    with pytest.raises(ValueError, match="static_decode=True is not for"):
+    with pytest.raises(ValueError, match="static_decode=True cannot be used with"):
         CompileOptions(schedule=ON, static_decode=True).for_device("cpu")
 
 
@@ -89,7 +89,7 @@ def test_what_torch_compile_says():
 def _on(soc: str) -> TracedGraph:
     traced = lowered("gpt_neox", "aclgraph")[1].copy()
     assert traced.npu is not None
-    traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", traced.npu.float32_as)
+    traced.npu = NpuTarget(soc, traced.npu.block_size, "aclgraph", float32_as=traced.npu.float32_as)
     return traced
 
 

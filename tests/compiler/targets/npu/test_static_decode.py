@@ -150,7 +150,7 @@ def test_a_graph_that_does_not_compile_is_left_out_by_name(caplog, way, fails):
     assert set(route.static.graphs) <= {2} == set(route.steps) and attempts == [4]
     said = {
         "full": "decode steps of 4 sequences do not run as a whole graph: it fails: no room on the device",
-        "lazy": "the static decode graph for 4 sequences is not used: it fails: no room on the device",
+        "lazy": "not using the static decode graph for 4 sequences: it fails: no room on the device",
     }[way]
     assert route.static.dropped == {4: "it fails: no room on the device"}
     assert [record.getMessage() for record in caplog.records if "no room" in record.getMessage()] == [said]
@@ -241,7 +241,7 @@ def test_mutant_one_argument_keeps_its_hint():
         ones = traced.call(torch.ops.aten.ones.default, [value(ids).shape[1]], dtype=torch.float32)
     static_graph(traced, inputs_of(traced), attention_by_tensors())
     ones.args = ([int(value(ids).shape[1].node.hint)],)
-    with pytest.raises(NotStatic, match=rf"{ones.name} .*yields torch.float32 \(40,\) where torch.float32 \(3,\)"):
+    with pytest.raises(NotStatic, match=rf"{ones.name} .*returns torch.float32 \(40,\), but torch.float32 \(3,\)"):
         static_graph(traced, inputs_of(traced), attention_by_tensors())
 
 

@@ -164,7 +164,7 @@ def test_lazy_captures_when_a_step_needs_it(monkeypatch):
 
 def test_an_unknown_way_to_warm_up(monkeypatch):
     route, _ = captured(monkeypatch)
-    with pytest.raises(ValueError, match="npu_warmup='eager' is not known; use 'full' or 'lazy'"):
+    with pytest.raises(ValueError, match="npu_warmup='eager' is unknown; use 'full' or 'lazy'"):
         engine_of(route, npu_warmup="eager")
 
 
@@ -264,7 +264,7 @@ def test_what_is_written_into_caches_is_compared(monkeypatch, caplog):
 
     graph.spoil = spoil
     engine = engine_of(route)
-    assert "what it writes into value_cache_1 differs by" in outcomes(engine)["decode steps of 4 tokens"]
+    assert "its writes to value_cache_1 differ by" in outcomes(engine)["decode steps of 4 tokens"]
     graph.spoil = lambda tokens, args, outputs: outputs
     assert_same(complete(engine), served(route.traced, route.traced.module))
 
@@ -367,7 +367,7 @@ def test_a_graph_that_ge_refuses_behind_torchair_is_dropped_and_said_once(monkey
     assert 2 in route.graphs and 4 not in route.graphs
     said = [record.getMessage() for record in caplog.records if REFUSED in record.getMessage()]
     by_operator = (
-        "not every step runs as a whole graph, some run operator by operator: "
+        "some steps run operator by operator instead of as a whole graph: "
         f"the graph for 4 sequences was dropped: it fails: {REFUSED}"
     )
     if way == "full":

@@ -173,5 +173,5 @@ def test_trap_9_a_converter_that_raises_is_not_reached():
     ]
     wide = {**options, "initial_state": options["initial_state"].float()}
     assert "initial_state is torch.float32" in violations(Call.make(operator, captured, *tensors, **wide))[0]
-    a5 = NpuTarget("Ascend950PR", graph_mode="aclgraph")
-    assert not violations(Call.make(operator, a5, *tensors, **wide))
+    a5 = NpuTarget("Ascend950PR", graph_mode="aclgraph")  # the vendor has not released it there
+    assert violations(Call.make(operator, a5, *tensors, **options)) == ["Ascend950PR does not run it"]
