@@ -90,7 +90,8 @@ def _linear_recurrence(
     inputs: Any = [note_input(traced, name, node) for name, node in tensors.items()]
     if l2norm_eps is not None:  # the single-token form reads them, from inputs that all graphs share
         unit_gain(traced, int(shape(key)[3]), scale), unit_gain(traced, int(shape(key)[3]), 1.0)
-    fused = _fused_delta_rule(site, *inputs, scale, l2norm_eps, state, where)
+    q, k, v, g, b = inputs
+    fused = _fused_delta_rule(site, q, k, v, g, b, scale, l2norm_eps, state, where)
     if fused is not None:
         result, after = fused
         after = site.cast(after, value(state).dtype)
