@@ -74,7 +74,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason_and_the_largest_kept(monkey
     route.reserve(64, 2048, 4096)
     assert len(route.planned) == 13 and route.planned[-1] == 2048 and 64 in route.planned
     (reason,) = route.limits
-    assert reason == ("13 sizes of 188 steps are planned: Ascend310P3 has 1023 events, and each takes 65 of them")
+    assert reason == ("13 sizes of 188 steps are planned: Ascend310P3 has 1023 events, and each capture takes 65")
     few = at(INFERENCE, 450, monkeypatch)
     engine = Engine(link(few.traced, few), block_size=16, **LIMITS)
     assert few.planned == (LIMITS["max_num_batched_tokens"],)
