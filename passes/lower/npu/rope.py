@@ -106,11 +106,11 @@ def _rotate(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node, mode: str, start
     if rotary == dim:
         return _rotate_all(site, x, cos, sin, mode)
     if mode != "interleaved_to_half" and site.target.product in _WITH_MATRIX:
-        filled = [
+        cosines, sines = (
             site.traced.call(_aten.constant_pad_nd.default, table, [start, rest], fill)
             for table, fill in ((cos, 1.0), (sin, 0.0))
-        ]
-        rotated = _rotate_all(site, x, *filled, mode, slice(start, start + rotary))
+        )
+        rotated = _rotate_all(site, x, cosines, sines, mode, slice(start, start + rotary))
         if rotated is not None:
             return rotated
     sizes = [size for size in (start, rotary, rest) if size]

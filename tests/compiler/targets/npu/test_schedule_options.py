@@ -107,7 +107,8 @@ def test_branches_are_annotated_for_chips_with_published_figures(soc, branches, 
         assert (record.name, record.matches) == ("schedule_branches", 2) and record.rejections
     else:
         assert (
-            not report.passes and "no branch runs on a second stream: no source gives vector cores of Ascend310P3" in caplog.text
+            not report.passes
+            and "no branch runs on a second stream: no source gives vector cores of Ascend310P3" in caplog.text
         )
 
 
