@@ -199,7 +199,7 @@ def _with_few_layers(
         references = References(reference, shallow)
         rewritten = rewrite(captured, options, references, report)
     except (CannotRepeat, UnsupportedModel) as error:
-        log.info("compiling all layers of %s one by one: %s", report.model, error)
+        log.info("compiling all layers of %s: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None

@@ -79,7 +79,7 @@ def test_what_does_not_fit_is_left_out_with_a_reason_and_the_largest_kept(monkey
     engine = Engine(link(few.traced, few), block_size=16, **LIMITS)
     assert few.planned == (LIMITS["max_num_batched_tokens"],)
     assert engine.runner.program.report.size_limits == [
-        "1 sizes of 5 steps are planned: Ascend310P3 has 1023 events, and each takes 451 of them"
+        "1 sizes of 5 steps are planned: Ascend310P3 has 1023 events, and each capture takes 451"
     ]
 
 
