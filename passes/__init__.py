@@ -144,7 +144,7 @@ PASSES: tuple[Pass, ...] = (
     # Once more for the tables that the rotations brought.
     Pass("share_subexpressions", share_subexpressions, "aten", level=1, required=False, place="rotations"),
     # After the recognition of norms, whose 1 + weight stays the weight; what is left is computed when compiling.
-    Pass("fold_constants", fold_constants, "aten", level=1, required=False),
+    Pass("fold_constants", fold_constants, "aten", level=1, required=False, place="model"),
     # Needs the norms.
     Pass("fuse_residual_norm", fuse_residual_norm, "aten", level=2, required=False),
     # Needs the single rotations.

@@ -41,7 +41,7 @@ def test_each_row_is_found(option: str, other: str) -> None:
     complete = {**vars(CompileOptions()), **options}
     with pytest.raises(ValueError) as refused:
         check_conflicts(complete, backend)
-    assert f"{shown} is not for {other}: {CONFLICTS[option][other]}" == str(refused.value)
+    assert f"{shown} cannot be used with {other}: {CONFLICTS[option][other]}" == str(refused.value)
 
 
 def test_what_asks_for_nothing_goes_with_everything() -> None:

@@ -198,7 +198,7 @@ def test_a_program_that_raises_is_not_right():
     program._run = fail
     program._recorded = None
     verdict = check(program, reference_of_model(ToyLM(sdpa)))
-    assert (verdict.ok, verdict.reason) == (False, "the program fails: a block is missing")
+    assert (verdict.ok, verdict.reason) == (False, "the program failed: a block is missing")
 
 
 def first_chunk_doubled(model, hidden, positions):

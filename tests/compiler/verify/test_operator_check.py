@@ -48,8 +48,8 @@ def test_a_number_is_wrong_beyond_the_limit_of_its_dtype(dtype: torch.dtype) -> 
         (lambda x: x[[1, 0, 2, 3]], "50 % of the entries beyond"),
         (lambda x: x.index_fill(0, torch.tensor([3]), math.nan), "is not a number at [3, 0] (nan"),
         (lambda x: x.index_fill(0, torch.tensor([3]), math.inf), "is not a number at [3, 0] (inf"),
-        (lambda x: x.float(), "it is float32[4, 64] where bfloat16[4, 64] is right"),
-        (lambda x: x[:2], "it is bfloat16[2, 64] where bfloat16[4, 64] is right"),
+        (lambda x: x.float(), "the result is float32[4, 64], expected bfloat16[4, 64]"),
+        (lambda x: x[:2], "the result is bfloat16[2, 64], expected bfloat16[4, 64]"),
         (lambda x: torch.zeros_like(x), "exceed the limit"),
     ],
 )

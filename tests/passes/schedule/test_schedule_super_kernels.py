@@ -142,5 +142,5 @@ def test_super_kernels_need_no_figures(soc):
 
 @pytest.mark.parametrize("soc", ["Ascend310P3", "Ascend950PR_9589"])
 def test_other_chips_have_none(soc):
-    reason = f"super kernels are documented for Ascend910B* and Ascend910_93*, and not for {soc}"
+    reason = f"super kernels are documented for Ascend910B* and Ascend910_93*, not for {soc}"
     assert why_no_super_kernels(soc) == reason

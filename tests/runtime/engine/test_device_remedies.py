@@ -33,7 +33,7 @@ CONNECT = "call HcclCommInitRootInfo failed\nEI0006[PID: 5] 2026-05-02 wait sock
 @pytest.mark.parametrize(
     ("message", "code", "words"),
     [
-        (OUT_OF_MEMORY, "", "no memory left; set kv_cache_memory or num_blocks lower"),
+        (OUT_OF_MEMORY, "", "the device is out of memory; lower kv_cache_memory, num_blocks"),
         (VECTOR, "507035", "failed on the vector cores .507035.; restart the process"),
         (SCHEDULER, "507001", "expandable_segments:False"),
         (SET_UP, "EL0004", "could not allocate memory"),

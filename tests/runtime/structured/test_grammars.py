@@ -304,7 +304,7 @@ def test_a_slow_tokenizer_is_refused() -> None:
     class Slow:
         eos_token_id = 0
 
-    with pytest.raises(ValueError, match=r"needs a fast tokenizer, .* this Slow"):
+    with pytest.raises(ValueError, match=r"needs a fast tokenizer, not Slow"):
         vocabulary_of(Slow())
 
 

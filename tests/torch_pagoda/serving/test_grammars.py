@@ -84,7 +84,7 @@ async def test_options_beside_a_constraint_reach_the_engine(
     ("options", "param", "reason"),
     [
         ({"whitespac": "any"}, "structured_outputs", "'whitespac', which is unknown"),
-        ({"whitespace": "some"}, "structured_outputs.whitespace", "'some' is not known"),
+        ({"whitespace": "some"}, "structured_outputs.whitespace", "'some' is unknown"),
         ({"strict": "yes"}, "structured_outputs.strict", "'yes' is not a bool"),
         ({"after": []}, "structured_outputs.after", "[] is neither text nor a list"),
     ],

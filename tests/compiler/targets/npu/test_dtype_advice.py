@@ -51,8 +51,8 @@ def test_operators_are_named_once_with_what_stands_in_for_them():
         ),
     ]
     assert dtype_advice(routes, torch.float32, Product.A2) == (
-        "float32 prevents the use of operators: moe is routing and its reference "
-        "implementation, not gmm; paged_attention is its reference implementation, not fia. dtype='bfloat16' would allow them"
+        "float32 prevents the use of operators: moe is routing and its reference implementation, not gmm; "
+        "paged_attention is its reference implementation, not fia. dtype='bfloat16' would allow them"
     )
     assert dtype_advice(routes, torch.float32, Product.INFERENCE).endswith("dtype='float16' would allow them")
     # Neither a dtype that an operator would take nor one that the model does not compute in.

@@ -18,8 +18,8 @@ from torch_pagoda.compiler.targets.npu.decode_steps import DecodeCalls, StepKind
 from torch_pagoda.compiler.targets.npu.ge.static_graph import why_not_static
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import callee
-from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.passes.lower.npu.call import Call
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.ops.npu.limits import violations
 
