@@ -197,7 +197,7 @@ def test_weights_of_other_layers_are_found_out_before_anything_is_packed(verify,
     with caplog.at_level(logging.INFO):
         report = build_program(deep("llama"), replace(OPTIONS, verify=verify)).report
     assert report.layers_compiled is None and report.verdict.ok
-    assert "one by one: logits differ" in caplog.text
+    assert "compiling all layers of LlamaForCausalLM: logits differ" in caplog.text
 
 
 @pytest.mark.parametrize("verify", ["model", "full"])

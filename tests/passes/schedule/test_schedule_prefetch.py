@@ -72,11 +72,11 @@ def _holds(traced: TracedGraph, costs: Any, cache: L2Cache, found: list[Fetch]) 
 @pytest.mark.parametrize(
     ("model_type", "readers", "windows"),
     [
-        ("llama", ["self_attn.o_proj"] * 2, [["rotary_mul", "rotary_mul", "scatter_pa_kv_cache"]] * 2),
+        ("llama", [], []),  # one rotation and the write into the cache are too short to fetch anything behind them
         (
             "gpt_neox",
-            ["attention.dense"] * 2,
-            [["rotary_mul", "cat", "rotary_mul", "cat", "scatter_pa_kv_cache"]] * 2,
+            ["attention.dense"],
+            [["constant_pad_nd", "constant_pad_nd", "rotary_mul", "rotary_mul", "scatter_pa_kv_cache"]],
         ),
         pytest.param("qwen2_moe", ["self_attn.o_proj", "self_attn.q_proj"] * 2, None, marks=pytest.mark.slow),
     ],
@@ -90,7 +90,7 @@ def test_weights_are_fetched_while_the_memory_is_idle(model_type, readers, windo
     assert [fetch.name for fetch in found] == ["weight"] * len(found)
     said = [fetch.weight.name for fetch in found[: len(readers)]]
     assert all(part.rpartition(".")[2] in name for part, name in zip(readers, said, strict=False))
-    if windows:
+    if windows is not None:
         assert [_names(fetch.window) for fetch in found] == windows
         assert all("attention_score" not in name for fetch in found for name in _names(fetch.window))
     noted = {node: node.meta["custom"][PREFETCH] for node in traced.graph.nodes if _noted(node)}

@@ -229,9 +229,7 @@ def test_the_environment_chooses(monkeypatch, value, chosen):
 def test_a_wrong_choice_is_refused_by_name(monkeypatch):
     monkeypatch.setenv(KERNELS, "JIT")
     native._loading.cache_clear()
-    with pytest.raises(
-        ValueError, match="TORCH_PAGODA_KERNELS=JIT is invalid; set it to one of auto, jit, preb"
-    ):
+    with pytest.raises(ValueError, match="TORCH_PAGODA_KERNELS=JIT is invalid; set it to one of auto, jit, preb"):
         native.begin_loading()
 
 
