@@ -166,7 +166,7 @@ def _with_few_layers(
         captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
         traced = run_pipeline(captured, options, reference, report)
     except (CannotRepeat, UnsupportedModel) as error:
-        log.info("compiling all layers of %s one by one: %s", report.model, error)
+        log.info("compiling all layers of %s: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None

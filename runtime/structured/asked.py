@@ -132,7 +132,7 @@ def plain_json(name: str, value: object) -> Any:
             f"{name} is not JSON ({_first_line(error)}); use finite numbers and whole characters"
         ) from None
     if len(text) > MAX_TEXT:
-        raise ValueError(f"{name} has {len(text)} characters of JSON, more than the limit of {MAX_TEXT}; shorten it")
+        raise ValueError(f"{name} has {len(text)} characters of JSON, above the limit of {MAX_TEXT}; shorten it")
     return json.loads(text)
 
 

@@ -61,7 +61,7 @@ def test_later_calls_raise(llm: pagoda.LLM) -> None:
         lambda: llm.program,
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match=r"LlamaForCausalLM, shut down\) takes no more calls; make a new one"):
+        with pytest.raises(RuntimeError, match=r"LlamaForCausalLM, shut down\) is closed; create a new one"):
             call()
     with pytest.raises(AttributeError, match="nonsense"):
         llm.nonsense  # noqa: B018

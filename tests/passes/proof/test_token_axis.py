@@ -49,7 +49,7 @@ MIXING = {
     "number of tokens": (lambda m, h, pos: h * h.shape[1], "number of tokens"),
     "halves": (lambda m, h, pos: h + h.narrow(1, 0, 1), "narrow splits the step's tokens"),
     "one token": (lambda m, h, pos: h + h.select(1, 0)[:, None], "select splits the step's tokens"),
-    "chunks": (lambda m, h, pos: h + h.chunk(1, dim=1)[0].sum(-1, keepdim=True), "chunk cuts"),
+    "chunks": (lambda m, h, pos: h + h.chunk(1, dim=1)[0].sum(-1, keepdim=True), "chunk splits"),
     "end of a table": (lambda m, h, pos: h + (torch.arange(90.0) ** 2)[-h.shape[1] :, None], "index in the step"),
     "end of positions": (lambda m, h, pos: h + torch.arange(90.0)[-h.shape[1] :, None], "index in the step"),
     "reversed places": (lambda m, h, pos: h + (h.shape[1] - torch.arange(h.shape[1]))[:, None], "number of tokens"),

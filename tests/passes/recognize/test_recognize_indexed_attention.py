@@ -208,7 +208,7 @@ NEAR_MISSES = {
     "among the queries": (chosen_by(lambda s, b: choose(s, b, dim=-2)), ""),
     "always as many": (
         chosen_by(lambda s, b: s.masked_fill(~b[:, 0], -torch.inf).topk(TOPK).indices.int()),
-        "always 6 keys",
+        "chosen keys, 6, is fixed",
     ),
     "half of them": (
         chosen_by(lambda s, b: s.masked_fill(~b[:, 0], -torch.inf).topk((s.shape[-1] + 1) // 2).indices.int()),

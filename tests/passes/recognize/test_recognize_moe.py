@@ -353,11 +353,11 @@ def biased_all_experts(m, x):
 NEAR_MISSES = {
     "the first product is read twice": (second_reader, "is also read by"),
     "the second product is read twice": (read_before_the_sum, "has 2 users"),
-    "rows are put back in the wrong order": (wrong_order, "not a weighted sum"),
+    "rows are put back in the wrong order": (wrong_order, "not followed by a weighted sum"),
     "ends are counted otherwise": (other_ends, "not over the tokens' rows sorted by expert"),
     "rows are of other tokens": (next_token, "not over the tokens' rows sorted by expert"),
     "gate and up are two products": (separate_gate, "gate and up are not merged"),
-    "the output is doubled": (doubled_output, "not a weighted sum"),
+    "the output is doubled": (doubled_output, "not followed by a weighted sum"),
     "the output is scaled by a parameter": (scaled_output, "it reads"),
     "an activation that has no name": (
         lambda m, x: sorted_experts(m, x, middle=lambda y: torch.tanh(y[..., :INNER]) * y[..., INNER:]),

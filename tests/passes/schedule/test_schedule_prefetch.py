@@ -257,9 +257,9 @@ def test_weights_are_arguments_of_their_operators():
     [
         ("Ascend910B1", ""),
         ("Ascend910B3", "no source gives the L2 cache size of Ascend910B3"),
-        ("Ascend310P3", "of Ascend310P3 no source gives vector cores"),
-        ("Ascend950PR_9589", "of Ascend950PR_9589 no source gives vector cores"),
-        ("Ascend910Z", "no figures of Ascend910Z are published"),
+        ("Ascend310P3", "no source gives vector cores of Ascend310P3"),
+        ("Ascend950PR_9589", "no source gives vector cores of Ascend950PR_9589"),
+        ("Ascend910Z", "no published figures for Ascend910Z"),
     ],
 )
 def test_nothing_is_fetched_on_a_chip_whose_cache_is_unknown(soc, reason):

@@ -50,9 +50,9 @@ def test_the_best_build_that_a_processor_can_run(processor, machine, name):
 @pytest.mark.parametrize(
     "processor, machine, lacks",
     [
-        ("ivy_bridge", "x86_64", "it lacks abm avx2 bmi1 bmi2 fma movbe"),
-        ("cortex_a53", "aarch64", "it lacks asimddp asimdhp asimdrdm atomics fphp"),
-        ("zen4", "aarch64", "it lacks asimd"),
+        ("ivy_bridge", "x86_64", "lacking abm avx2 bmi1 bmi2 fma movbe"),
+        ("cortex_a53", "aarch64", "lacking asimddp asimdhp asimdrdm atomics fphp"),
+        ("zen4", "aarch64", "lacking asimd"),
         ("zen4", "riscv64", "riscv64"),
         (None, "x86_64", "x86_64"),
     ],
@@ -102,7 +102,7 @@ def test_a_library_of_our_sources_is_loaded(folder, caplog):
 
 @needs_cc
 def test_a_library_of_other_sources_is_not(folder):
-    with pytest.raises(KernelBuildError, match=r"kernels-toy-theirs\.so is not among them: .*other sources"):
+    with pytest.raises(KernelBuildError, match=r"kernels-toy-theirs\.so is missing: .*other sources"):
         load(folder, "theirs")
 
 
@@ -143,7 +143,7 @@ def test_a_damaged_library_is_not_loaded_and_that_is_said(folder, caplog, damage
     damage(folder / library_name(TOY, "ours"))
     with pytest.raises(KernelBuildError, match="could not load"):
         load(folder)
-    assert "kernels-toy-ours.so is not used" in caplog.text
+    assert "not using" in caplog.text and "kernels-toy-ours.so" in caplog.text
 
 
 def test_the_key_names_sources_and_flags(tmp_path, monkeypatch):

@@ -158,5 +158,5 @@ async def test_a_grammar_that_cannot_go_on_is_the_requests_fault(serve: Any, eng
     assert (
         streamed.status_code == 200
         and "cannot continue" in streamed.text
-        and "The engine failed" not in streamed.text
+        and "Internal engine error" not in streamed.text
     )

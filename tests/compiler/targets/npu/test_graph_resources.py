@@ -36,7 +36,7 @@ def test_events_of_310p(calls, sizes):
     """1023, of which 124 are left to others: (1023 - 124) // (calls + 1)."""
     budget, reason = capture_budget(INFERENCE, GraphNeeds(calls))
     assert budget == sizes
-    assert sizes == 64 or f"Ascend310P3 has 1023 events, and each takes {calls + 1} of them" == reason
+    assert sizes == 64 or f"Ascend310P3 has 1023 events, and each capture takes {calls + 1}" == reason
 
 
 def test_side_streams_take_streams_and_events():
@@ -44,7 +44,7 @@ def test_side_streams_take_streams_and_events():
     assert (plain.streams, plain.events) == (1, 33) and (sided.streams, sided.events) == (3, 32 + 1 + 4 + 96)
     assert capture_budget(INFERENCE, sided)[0] == (1023 - 124) // 133 == 6
     assert capture_budget(A2, GraphNeeds(32, side_streams=60))[0] == (1984 - 240) // 61 == 28
-    assert "1984 streams, and each takes 61" in capture_budget(A2, GraphNeeds(32, side_streams=60))[1]
+    assert "1984 streams, and each capture takes 61" in capture_budget(A2, GraphNeeds(32, side_streams=60))[1]
 
 
 def test_graphs_cut_at_every_attention_and_groups_follow_vllm_ascends_formula():
@@ -74,12 +74,12 @@ def test_what_does_not_fit_is_left_out_with_a_reason_and_the_largest_kept(monkey
     route.reserve(64, 2048, 4096)
     assert len(route.planned) == 13 and route.planned[-1] == 2048 and 64 in route.planned
     (reason,) = route.limits
-    assert reason == ("13 sizes of 188 steps are planned: Ascend310P3 has 1023 events, and each takes 65 of them")
+    assert reason == ("13 sizes of 188 steps are planned: Ascend310P3 has 1023 events, and each capture takes 65")
     few = at(INFERENCE, 450, monkeypatch)
     engine = Engine(link(few.traced, few), block_size=16, **LIMITS)
     assert few.planned == (LIMITS["max_num_batched_tokens"],)
     assert engine.runner.program.report.size_limits == [
-        "1 sizes of 5 steps are planned: Ascend310P3 has 1023 events, and each takes 451 of them"
+        "1 sizes of 5 steps are planned: Ascend310P3 has 1023 events, and each capture takes 451"
     ]
 
 

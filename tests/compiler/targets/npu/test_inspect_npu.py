@@ -103,7 +103,7 @@ def test_unknown_figures_are_said_to_be_unknown() -> None:
     routes, graph, least = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     assert routes.rows == () and graph.rows == () and graph.note == "Not converted: not asked for"
     assert dict(least.rows)["minimum time of a step"] == "unknown"
-    assert "No published figures of Ascend910B4-1" in least.note
+    assert "The published figures of Ascend910B4-1" in least.note
 
 
 def test_schedules_are_shown_where_there_are_any() -> None:
@@ -214,11 +214,11 @@ def test_nothing_is_fetched_on_a_chip_whose_cache_is_unknown() -> None:
 
 
 def test_no_second_stream_for_a_chip_whose_figures_are_unknown() -> None:
-    plan = SchedulePlan(unplanned="of Ascend310P3 no source gives vector cores")
+    plan = SchedulePlan(unplanned="no source gives vector cores of Ascend310P3")
     report = NpuReport("Ascend310P3", None, 128, "float32", (), GeReport(), (), schedule=plan)
     sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     (shown,) = (section for section in sections if "stream" in section.title)
-    assert shown.note == "None: of Ascend310P3 no source gives vector cores." and shown.rows == ()
+    assert shown.note == "None: no source gives vector cores of Ascend310P3." and shown.rows == ()
 
 
 def test_both_graphs_of_decode_steps_are_counted() -> None:

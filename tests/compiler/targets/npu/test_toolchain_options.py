@@ -62,7 +62,7 @@ def test_what_may_be_given(codegen, options):
         ("aclgraph", {"static_kernel_compile": 1}, "=1 is not one of True, False"),
         ("ge", {"ge_config.oo_level": "O2"}, "='O2' is not one of 'O1', 'O3'"),
         ("aclgraph", {"capture_limit": 3}, "is not for users to set: sizes are planned by the chip's streams"),
-        ("aclgraph", {"force_eager": True}, "is not for users to set: give codegen='none'"),
+        ("aclgraph", {"force_eager": True}, "is set internally: give codegen='none'"),
         ("ge", {"experimental_config.pattern_fusion_pass": True}, "were not checked against"),
         ("aclgraph", {"super_kernel_optimize": True}, "fuses static kernels; set 'static_kernel_compile': True too"),
         ("aclgraph", {"super_kernel_optimize_options": {}}, "is for super kernels; set 'super_kernel_optimize'"),

@@ -435,7 +435,7 @@ def test_states_are_compared(monkeypatch, model_type):
         return outputs
 
     monkeypatch.setattr(Graph, "__call__", wrong)
-    assert all("what it writes into conv_state" in reason for reason in outcomes(engine_of(route)).values())
+    assert all("its writes to conv_state" in reason for reason in outcomes(engine_of(route)).values())
 
 
 def test_int8_caches_may_round_to_the_next_integer(monkeypatch):

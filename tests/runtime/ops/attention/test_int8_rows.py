@@ -75,5 +75,5 @@ def test_scales_belong_to_int8():
         check_scales(caches, scale, scale[..., 0])
     with pytest.raises(ValueError, match=r"key_scale is .* torch\.float16"):
         check_scales(caches, scale.half(), scale)
-    with pytest.raises(ValueError, match=r"value_scale is given beside caches of torch\.float32; leave it out"):
+    with pytest.raises(ValueError, match=r"value_scale is for caches of torch\.int8, not torch\.float32; omit it"):
         check_scales(caches.float(), None, scale)

@@ -111,7 +111,7 @@ def test_scales_must_come_with_int8(paged_case):
     with pytest.raises(ValueError, match=r"key_scale is .* torch.float64"):
         kernel(*arguments[:15], arguments[15].double(), arguments[16])
     arguments = paged_case([(1, 20)]).arguments
-    with pytest.raises(ValueError, match=r"key_scale is given beside caches of torch\.float32"):
+    with pytest.raises(ValueError, match=r"key_scale is for caches of torch\.int8, not torch\.float32"):
         kernel(*arguments[:15], torch.zeros(1), None)
     with pytest.raises(ValueError, match="each group must share one"):
         kernel(*arguments[:3], arguments[3].to(torch.int8), *arguments[4:])

@@ -138,7 +138,7 @@ def test_a_product_is_that_of_the_dense_weight() -> None:
 
 
 def test_it_is_not_written_to() -> None:
-    with pytest.raises(RuntimeError, match="writes into a weight that is stored as int4/row/bf16"):
+    with pytest.raises(RuntimeError, match="writes into a weight stored as int4/row/bf16"):
         stored_weight("int4/row/bf16").mul_(2)
 
 

@@ -256,7 +256,7 @@ def test_lists_of_another_length_are_refused() -> None:
         conversion.run(torch.ones(3), [1, 2, 3])
     with pytest.raises(ValueError, match="2 placeholders, but got 1"):
         convert(traced(step), [torch.ones(3)])
-    with pytest.raises(ValueError, match="lens is a list of something else"):
+    with pytest.raises(ValueError, match="lens is a list with values other"):
         convert(traced(step), [torch.ones(3), [torch.ones(1)]])
 
 
