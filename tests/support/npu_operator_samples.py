@@ -301,9 +301,7 @@ def _mixture_of_experts() -> list[Sample]:
         ),
         Sample("npu_moe_gating_top_k_softmax", "2d", (torch.randn(5, 8).half(), None, 2)),
         Sample("npu_moe_gating_top_k_softmax", "3d", (torch.randn(2, 5, 8), None, 3)),
-        Sample(
-            "npu_moe_gating_top_k_softmax_v2", "of all", (torch.randn(2, 5, 8),), {"k": 3, "output_softmax": True}
-        ),
+        Sample("npu_moe_gating_top_k_softmax_v2", "of all", (torch.randn(5, 8),), {"k": 3, "output_softmax": True}),
         Sample("npu_moe_gating_top_k_softmax_v2", "of the chosen", (torch.randn(5, 32),), {"k": 3, "renorm": 1}),
         Sample("npu_moe_init_routing_v2", "plain", (x, experts), routing),
         Sample("npu_moe_init_routing_v2", "unset range", (x, experts), {"expert_num": 6}),

@@ -86,11 +86,15 @@ def assert_static_graphs_serve(traced: TracedGraph, placing: str) -> None:
 
 
 def assert_an_engine_places(
-    schedule: str, placing: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    schedule: str,
+    placing: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model_type: str = "llama",
 ) -> PassRecord:
     """An engine over the graph engine gives the tokens of the calls, with a schedule, and without where ``placing``
     fails, which it says; the record of the pass."""
-    model = build_legal_model("llama", dtype=torch.bfloat16)
+    model = build_legal_model(model_type, dtype=torch.bfloat16)
     limits = {"block_size": 16, "num_blocks": 24, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     params = pagoda.SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     on: dict[str, Any] = {"codegen": "ge", "static_decode": True, "schedule": {schedule: True}}

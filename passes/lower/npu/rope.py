@@ -58,7 +58,8 @@ def _rope(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode: str, 
 
 def _rotate_both(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode: str) -> fx.Node | None:
     """Two tensors rotated by one operator, which writes into them; None where it is not legal."""
-    whole = all(shape(x)[-1] == shape(cos)[-1] for x in xs)
+    # Tables of one sequence are for one: the operator does not repeat them.
+    whole = all(shape(x)[-1] == shape(cos)[-1] and shape(x)[0] == shape(cos)[0] for x in xs)
     if len(xs) != 2 or xs[0] is xs[1] or not whole or mode != "half" or not all(map(overwritable, xs)):
         return None
     stored = [site.tokens_first(x) for x in xs]

@@ -53,7 +53,9 @@ def gathered_causal_conv1d(
     """
     count, channels = taps.shape
     before = state.index_select(0, state_read.clamp(min=0)).reshape(-1, channels)
-    rows = aten.cat([before, x.reshape(-1, channels).to(state.dtype), state.new_zeros(1, channels)])
+    rows = aten.cat(
+        [before, x.reshape(-1, channels).to(state.dtype), taps.new_zeros((1, channels), dtype=state.dtype)]
+    )
     windows = rows.index_select(0, convolution_rows.reshape(-1)).reshape(-1, count, channels)
     sums = (windows * taps).sum(1)
     if bias is not None:

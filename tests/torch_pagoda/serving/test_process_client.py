@@ -303,7 +303,7 @@ def test_nonsense_from_an_engine_ends_it(news: bytes) -> None:
         client._restarts = RestartLimit(0)
         await client.start()
         await client.wait_ready()
-        with pytest.raises(EngineDied, match="not a message"):
+        with pytest.raises(EngineDied, match="an invalid message"):
             await client.submit(Submit("r", [[1]], {})).next()
         await client.wait_dead()
 

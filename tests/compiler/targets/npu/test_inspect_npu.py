@@ -15,7 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import fx
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import torch_pagoda.runtime.ops.npu  # noqa: F401  registers the operators
 from torch_pagoda import cli
@@ -134,7 +134,9 @@ def test_what_could_run_on_a_second_stream() -> None:
         assert branch.side[-3:] == ("npu_linear", "npu_gelu", "npu_linear")
         assert "npu_fused_infer_attention_score" in branch.main
         assert 0 < branch.gain <= branch.seconds < plan.step_seconds
-    assert plan.refused == (("gpt_neox.layers.*.attention", "npu_rotary_mul and what follows are vector work alone"),)
+    assert plan.refused == (
+        ("gpt_neox.layers.*.attention", "npu_rotary_mul by itself is too little for a second stream"),
+    )
     sections = npu_sections(SimpleNamespace(npu=report, layers=[]))  # type: ignore[arg-type]
     branches, stays = (section for section in sections if "stream" in section.title)
     assert len(branches.rows) == len(plan.branches) and "not measured" in branches.note
@@ -144,10 +146,10 @@ def test_what_could_run_on_a_second_stream() -> None:
 
 
 def test_what_could_be_fetched_early() -> None:
-    """Of sizes of Llama-3-8B, without weights."""
+    """Of sizes of Qwen3-8B, without weights."""
     sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
-    config = LlamaConfig(**sizes, num_hidden_layers=32, vocab_size=128256, dtype="bfloat16")
-    skeleton = build_skeleton(LlamaForCausalLM, config)
+    config = Qwen3Config(**sizes, head_dim=128, num_hidden_layers=32, vocab_size=151936, dtype="bfloat16")
+    skeleton = build_skeleton(Qwen3ForCausalLM, config)
     found = explain(skeleton, target="npu", soc="Ascend910B2", torchair=False, schedule=True)
     assert found.npu is not None and found.npu.schedule is not None
     (fetch,) = found.npu.schedule.fetches
@@ -157,7 +159,7 @@ def test_what_could_be_fetched_early() -> None:
     assert known is not None and known.bandwidth is not None and known.l2_bandwidth is not None
     assert fetch.of_bytes == 2 * 4096**2 and fetch.bytes == int(known.bandwidth * fetch.idle / 2)
     assert fetch.gain == pytest.approx(fetch.bytes * (1 / known.bandwidth - 1 / known.l2_bandwidth))
-    assert 5e-6 < fetch.idle < 6e-6 and known.l2_bandwidth == 24 * 1.8e9 * 110
+    assert 7e-6 < fetch.idle < 9e-6 and known.l2_bandwidth == 24 * 1.8e9 * 110
     reasons = dict(found.npu.schedule.not_fetched)
     assert "npu_swiglu leaves the memory idle for 1.9 µs, less than 5" in reasons["model.layers.*.mlp"]
     sections = npu_sections(SimpleNamespace(npu=found.npu, layers=found.layers))  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from torch_pagoda.compiler.verify import long_windows
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.lower.npu.attention import decode_attention
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 from legal_models import build_legal_model
@@ -102,7 +103,7 @@ def test_a_device_compares_windows_in_the_dtype_of_the_model(model_type, window,
     # Where neither side follows the window, nothing is shown.
     monkeypatch.setattr(long_windows, "_shortened_masks", lambda original, *_: original.copy())
     monkeypatch.setattr(long_windows, "_shortened", lambda paged, *_: lowered_copy(paged, lower))
-    assert verdict(0, TOLERANCE[torch.bfloat16]).reason == "no row tells the window from one a token shorter"
+    assert verdict(0, TOLERANCE[torch.bfloat16]).reason == "no row distinguishes the window from one a token shorter"
 
 
 @pytest.mark.parametrize("wrong", [False, True])
@@ -118,5 +119,5 @@ def test_decode_steps_over_int8_caches_are_compared_beyond_a_window(wrong, monke
     report = CompileReport("gemma3_text")
     traced = run_pipeline(captured, replace(NPU, kv_cache_dtype="int8"), reference, report)
     assert report.verdict.ok
-    assert (decode_attention.decode_graph(traced) is None) == wrong
+    assert (decode_graph(traced) is None) == wrong
     assert [name for name, _ in report.dropped_passes] == ["decode_attention"] * wrong

@@ -136,10 +136,10 @@ def test_the_table_is_that_of_the_wheel(codegen):
 @pytest.mark.torchair
 def test_values_are_held_against_the_wheel():
     with pytest.raises(
-        ValueError, match=r"npu_options\['experimental_config.static_model_ops_lower_limit'\]='x' is not"
+        ValueError, match=r"npu_options\['experimental_config.static_model_ops_lower_limit'\]='x' was rejected"
     ):
         check_options({"experimental_config.static_model_ops_lower_limit": "x"}, "ge", Product.A2)
-    with pytest.raises(ValueError, match="is not taken: Please set legal dir path"):
+    with pytest.raises(ValueError, match="was rejected: Please set legal dir path"):
         check_options({"data_dump_dir": "/no/such/folder"}, "aclgraph", Product.A2)
     check_options({"data_dump_dir": "/tmp", "static_kernel_compile": True}, "aclgraph", Product.A2)
 

@@ -89,14 +89,15 @@ def rotated(soc: str, *rotate: torch.Tensor) -> GeGraph:
     return ge_graph_of(step, half(1, 4, 2, 128), table, table.clone(), *rotate, soc=soc)
 
 
-def test_trap_2_apply_rotary_pos_emb_copies_query_and_key_first() -> None:
+def test_trap_2_apply_rotary_pos_emb_writes_into_query_and_key() -> None:
+    """torchair's own converter copies both first; lowering gives the operator none that something else reads."""
+
     def step(q, k, cos, sin):
         rotated = npu.npu_apply_rotary_pos_emb.default(q, k, cos, sin, "BSND")
         return rotated[0], rotated[1]
 
     graph = ge_graph_of(step, half(1, 4, 2, 128), half(1, 4, 2, 128), half(1, 4, 1, 128), half(1, 4, 1, 128))
-    assert [node.type for node in graph.computing()] == ["TensorMove", "TensorMove", "ApplyRotaryPosEmb"]
-    assert len(graph.cache_copies("q", "k")) == 2
+    assert [node.type for node in graph.computing()] == ["ApplyRotaryPosEmb"]
 
 
 @pytest.mark.parametrize(
@@ -305,10 +306,6 @@ def test_trap_8_aten_silu_converts() -> None:
     assert [n.type for n in ge_graph_of(lambda x: aten.silu.default(x), half(3, 128)).computing()] == ["Swish"]
 
 
-def gate(x):
-    return npu.npu_moe_gating_top_k_softmax_v2.default(x, k=2)[0]
-
-
 def fused_matmul(x, y):
     return npu.npu_fused_matmul.default(x, y, fused_op_type="relu")
 
@@ -321,7 +318,6 @@ def scatter_one(key, slots, cache):
 @pytest.mark.parametrize(
     ("step", "inputs"),
     [
-        (gate, [half(3, 16)]),
         (fused_matmul, [half(3, 16), half(16, 8)]),
         (scatter_one, [half(3, 2, 128), torch.arange(3, dtype=torch.int32), half(4, 16, 2, 128)]),
     ],

@@ -43,7 +43,8 @@ def refused(record):
 def test_linears_in_captured_graphs_multiply_int8_by_4_bits():
     traced, records = graph_of("llama", "slim-w4a8-g256", "aclgraph", intermediate_size=512)
     assert records["quantize_npu_linears"].matches == 8 and not records["quantize_npu_linears"].rejections
-    assert layer(traced) == ROUNDED_LLAMA
+    in_ge = {"apply_rotary_pos_emb": 1}  # captured graphs rotate queries and keys one by one
+    assert layer(traced) + Counter(in_ge) == Counter(ROUNDED_LLAMA) + Counter({"rotary_mul": 2})
     for node in nodes_of(traced, npu.npu_quant_matmul):
         _, weight, scale = node.args
         inputs, outputs = value(weight).shape[0], 8 * value(weight).shape[1]
@@ -69,7 +70,7 @@ def test_linears_that_have_no_such_form_keep_16_bits(name, graph_mode, why):
     size = int(name.rpartition("g")[2])
     for node in nodes_of(traced, npu.npu_weight_quant_batchmatmul):
         assert node.args[7] == size and not nodes_of(traced, npu.npu_dynamic_quant)
-    assert layer(traced).total() == 11
+    assert layer(traced).total() == (10 if graph_mode == "ge" else 11)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_lists_of_another_length_are_refused() -> None:
 
     conversion = convert_and_keep(traced(step), [torch.ones(3), [4, 4]])
     assert [out.tolist() for out in conversion.run(torch.ones(3), [0, 2])] == [[1.0] * 3, [2.0] * 3]
-    with pytest.raises(ValueError, match="list of 2 integers, and 3"):
+    with pytest.raises(ValueError, match="list of 2 integers, but got 3"):
         conversion.run(torch.ones(3), [1, 2, 3])
     with pytest.raises(ValueError, match="2 placeholders, but got 1"):
         convert(traced(step), [torch.ones(3)])

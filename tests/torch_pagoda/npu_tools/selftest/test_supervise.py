@@ -251,8 +251,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--comparison", "nz"), "comparison 'nz' is not known; there are graph engine, captured graphs"),
-        (("--stage", "all"), "stage 'all' is not known; there are device, operators, passes, graphs"),
+        (("--comparison", "nz"), "comparison 'nz' is unknown; use one of graph engine, captured graphs"),
+        (("--stage", "all"), "stage 'all' is unknown; use one of device, operators, passes, graphs"),
         (("--max-num-seqs", 0), "max_num_seqs=0"),
         (("--timeout", 0), "timeout=0"),
     ],
