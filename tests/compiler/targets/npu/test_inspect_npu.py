@@ -165,8 +165,8 @@ def test_what_could_be_fetched_early() -> None:
     sections = npu_sections(SimpleNamespace(npu=found.npu, layers=found.layers))  # type: ignore[arg-type]
     fetches, left = (section for section in sections if "fetche" in section.title)
     ((layers, weight, meanwhile, *_),) = fetches.rows
-    assert layers == "0-31" and weight == "weight of self_attn.o_proj\n4.56 MiB of 32 MiB"
-    assert meanwhile == "behind linear:\nrotary_mul rotary_mul scatter_pa_kv_cache"
+    assert layers == "0-31" and weight == "weight of self_attn.o_proj\n6.08 MiB of 32 MiB"
+    assert meanwhile == "behind linear:\nrms_norm rms_norm apply_rotary_pos_emb scatter_pa_kv_cache"
     assert "not measured" in fetches.note and "schedule={'prefetch': True}" in fetches.note
     assert left.rows == found.npu.schedule.not_fetched
     assert json.loads(json.dumps(found.npu.to_dict()))["schedule"]["fetches"][0]["bytes"] == fetch.bytes
