@@ -74,7 +74,7 @@ def test_mixing_is_found(name):
 
 
 class CountsTokens(ToyLM):
-    """Positions made by counting the tokens that are not a padding, as RoBERTa can."""
+    """Positions made by counting the tokens that are not padding, as RoBERTa can."""
 
     def forward(self, input_ids, position_ids, use_cache=False, return_dict=True):
         counted = (input_ids != 1).cumsum(1)

@@ -77,7 +77,7 @@ class PagedCase:
         counts = [-(-context // self.block_size) for _, context in self.sequences]
         num_blocks = sum(counts) + 3
         blocks = random.sample(range(num_blocks), num_blocks)
-        # Entries past a sequence's length are not a block ids: nobody may look at them.
+        # Entries past a sequence's length are not block ids: nobody may look at them.
         table = torch.full((len(counts), max(counts, default=0) + 1), -1, dtype=torch.int32)
         slots: list[int] = []
         starts = [0]
