@@ -6,31 +6,24 @@ from pathlib import Path
 
 import pytest
 from environment import BUILDS, ROOT, CannotEmulate, Emulated, set_up
+from operator_files import FILES, operator_files
 
-OPERATORS = ROOT / "tests/runtime/ops"
-QUICK = [
-    OPERATORS / f"test_{name}.py"
-    for name in (
-        *("packed_linear", "weight_panels", "quantized_linear", "float8_linear", "shared_steps", "rms_norm"),
-        "gated_rms_norm",
-    )
-]
+QUICK = operator_files(
+    "packed_linear weight_panels quantized_linear stored_weight float8_linear shared_steps rms_norm gated_rms_norm"
+)
 OF_QUICK = (
     "(not quantized_linear or (test_the_kernel_equals_the_reference and shape2 and float32))"
     " and (not float8_linear or every_code or (dense and shape1))"
     " and (not gated_rms_norm or (test_kernel_is_the_reference and 100 and bfloat16))"
     " and (not shared_steps or every_code or (dense and shape1))"
+    " and (not stored_weight or kernel_packs or (kernel_unpacks and float16))"
 )
 """A minute's worth: of rounded weights, each width and layout with inputs that fill no step."""
 OF_THE_HOST = "native kernel_cache prebuilt sanitizers operators_in_graphs".split()
 """Files that build kernels, or have inductor build them, which an emulated Python does not."""
 NOT_COMPILED = "not compiled_graph_with_every_operator"
 """A test of another file that has inductor build its graph."""
-OTHERS = sorted(
-    path
-    for path in OPERATORS.glob("test_*.py")
-    if path not in QUICK and path.stem.removeprefix("test_") not in OF_THE_HOST
-)
+OTHERS = [path for name, path in FILES.items() if path not in QUICK and name not in OF_THE_HOST]
 START = "import cross_built_kernels, runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 pytestmark = pytest.mark.aarch64

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from operator_files import operator_files
 
 from torch_pagoda.runtime.ops import native, openmp, prebuilt
 from torch_pagoda.runtime.ops.kernel_cache import KernelBuildError, digest_file, note_digest
@@ -340,10 +341,11 @@ native.load_kernels = lambda: _library
 native._bound_function.cache_clear()
 """
 OPERATORS = (
-    "float8_linear gated_activation gated_rms_norm int8_rows layer_norm moe packed_linear paged_attention_int8 "
-    "quantized_linear rms_norm rope shared_steps weight_panels"
+    "attention_kernel float8_linear gated_activation gated_rms_norm int8_rows layer_norm moe packed_linear "
+    "paged_attention_int8 paged_attention_kernel quantized_linear quantized_moe rms_norm rope shared_steps "
+    "stored_weight weight_panels"
 )
-OPERATOR_TESTS = [*HERE.glob("test_*_kernel.py"), *(HERE / f"test_{name}.py" for name in OPERATORS.split())]
+OPERATOR_TESTS = operator_files(OPERATORS)
 
 
 @pytest.mark.slow
@@ -372,7 +374,7 @@ def test_quantized_products_on_emulated_tiles(tmp_path):
     native.build_library("g++", library, (*native.prebuilt_flags(amx), "-include", str(tiles)))
     (tmp_path / "prebuilt_plugin.py").write_text(PLUGIN)
     environment = {**os.environ, "PAGODA_PREBUILT": str(library), "PYTHONPATH": str(tmp_path)}
-    tests = [str(HERE / f"test_{name}.py") for name in ("shared_steps", "float8_linear", "quantized_linear")]
+    tests = map(str, operator_files("shared_steps float8_linear quantized_linear"))
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "prebuilt_plugin", *tests]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from operator_files import FILES
 
 from torch_pagoda.runtime.ops import native
 
@@ -21,12 +22,7 @@ FLAGS = (
     "-fsanitize=address,undefined",
     "-fno-sanitize-recover=all",
 )
-HERE = Path(__file__).parent
-TESTS = sorted(
-    path
-    for path in HERE.glob("test_*.py")
-    if path.name not in ("test_native.py", "test_sanitizers.py", "test_operators_in_graphs.py")
-)
+TESTS = [path for name, path in FILES.items() if name not in ("native", "sanitizers", "operators_in_graphs")]
 
 # Loaded by pytest before any test: the tests' kernels are those of the sanitized library.
 PLUGIN = """
