@@ -58,7 +58,7 @@ MODEL_SCHEDULE = Schedule((11, 27, 48), (3, 9, 6), 4)
 """For the comparison with the model's own logits."""
 STATE_SCHEDULE = Schedule((7, 23, 70), (3, 9, 6), 4)
 """The same for a model that keeps state: one sequence is longer than a chunk of a recurrence."""
-SHORT_SCHEDULE = Schedule((12,), (5,), 4, decoded=2)
+SHORT_SCHEDULE = Schedule((16,), (6,), 4, decoded=4)
 """The same for a program whose layers were compared before, or that was stored."""
 
 
@@ -255,7 +255,7 @@ def planned_steps(program: Program, reference: Reference, *, alone: bool = False
         for step in steps:
             yield state.plan(group, step)
     if state.states and not alone:
-        yield state.plan(group + 1, state.rewound())
+        yield state.plan(group + (len(reference.tokens) > 1), state.rewound())
 
 
 _Step = list[tuple[int, int]]
@@ -269,7 +269,9 @@ def _mixed_schedule(reference: Reference) -> list[list[_Step]]:
     rest = [(s, prompt - first[s][1]) for s, prompt in enumerate(prompts) if prompt > first[s][1]]
     together = [[(s, 1) for s in sequences] for _ in range(reference.schedule.decoded - 1)]
     apart = [[(s, 1)] for s in sequences]
-    return [group for group in ([first], [rest] if rest else [], together, apart) if group]
+    # A group of few rows is not judged by its share of right ones: one sequence decodes alone in all of its steps.
+    decoded = [together, apart] if len(prompts) > 1 else [together + apart]
+    return [group for group in ([first], [rest] if rest else [], *decoded) if group]
 
 
 def _alone_schedule(reference: Reference) -> list[list[_Step]]:
