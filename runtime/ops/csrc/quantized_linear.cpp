@@ -120,7 +120,7 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
                               (float)a.input_scale, (float)a.input_offset);
     else
       scale = parts == 1 ? quantize_row(to + begin, floats + begin, count)
-                           : quantize_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
+                         : quantize_row_in_two(to + begin, to + x.columns + begin, floats + begin, count);
     const auto sum_of = [&](int64_t part, int64_t first, int64_t length) {
       const int8_t* numbers = to + part * x.columns + begin + first;
       int32_t sum = 0;
@@ -130,7 +130,7 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
     if (heads == 1 && x.joined)
       x.sums[row * layout.groups + g] = 256 * sum_of(0, 0, count) + sum_of(1, 0, count);
     for (int64_t part = 0; heads == 1 && !x.joined && part < parts; ++part)
-        x.sums[(row * x.parts + part) * layout.groups + g] = sum_of(part, 0, count);
+      x.sums[(row * x.parts + part) * layout.groups + g] = sum_of(part, 0, count);
     for (int64_t h = 0; heads > 1 && h < heads; ++h) {
       const int64_t length = kStep / heads;  // beyond the inputs are zeros
       const int32_t first = sum_of(0, h * length, length);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -12,10 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from operator_files import operator_files
+from stored_weights import stored_weight
 
 from torch_pagoda.runtime.ops import native, openmp, prebuilt
 from torch_pagoda.runtime.ops.kernel_cache import KernelBuildError, digest_file, note_digest
+from torch_pagoda.runtime.ops.linear import quantized_linear
+from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, scheme_of
 from torch_pagoda.runtime.ops.prebuilt import BUILDS, KERNELS, KernelBuild, choose_build, library_name, load_prebuilt
 
 HERE = Path(__file__).parent
@@ -361,6 +367,41 @@ def test_operators_on_every_build_that_this_machine_can_run(build, tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "prebuilt_plugin", *map(str, OPERATOR_TESTS)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 instruction sets")
+def test_rounded_products_are_the_same_on_every_build(tmp_path, monkeypatch):
+    """Bit for bit, with the largest sums among them: words, bytes and tiles add the same integers."""
+    able = prebuilt._abilities(prebuilt.read_cpuinfo())
+    builds = [build for build in BUILDS if build.machine == "x86_64" and build.needs <= able]
+    if len(builds) < 2:
+        pytest.skip("this processor can run one build at most")
+    libraries = []
+    for build in builds:
+        native.build_library("g++", tmp_path / f"{build.name}.so", native.prebuilt_flags(build))
+        libraries.append(ctypes.CDLL(str(tmp_path / f"{build.name}.so")))
+    found: dict[str, list[torch.Tensor]] = {}
+    for build, library in zip(builds, libraries, strict=True):
+        bound = functools.partial(native.bind_function, library)
+        monkeypatch.setattr(quantized_linear, "kernel_function", bound)
+        found[build.name] = results = []
+        for text in (
+            *("int4/g128/bf16", "int4/g128/f16+z", "int8/g256/f16+z", "int8/row/f32", "int8/g512/f16+z"),
+            *("int4/g32/f16+z", "int8/g16/f32", "e2m1/g32/f32", "e2m1/g64/f32", "affine4/g32/f32", "int8/row/f32/x8"),
+        ):
+            weight = stored_weight(text, 70, 1088)
+            weight.codes[:2] = torch.tensor([[255], [0]], dtype=torch.uint8)
+            packed, scheme = pack_stored(weight), scheme_of(weight.form, None)
+            for rows in (1, 2, 3, 5, 7, 33):
+                for x in (
+                    torch.randn(rows, 1088, generator=torch.Generator().manual_seed(rows)),
+                    torch.ones(rows, 1088),
+                ):
+                    results.append(quantized_linear.quantized_linear_cpu(x, packed, None, 70, *scheme.arguments()))
+    first, *others = found.values()
+    for other in others:
+        assert all(map(torch.equal, other, first))
 
 
 @pytest.mark.slow
