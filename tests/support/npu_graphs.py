@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from aten_graphs import aten_of_module
+from aten_graphs import aten_of_module, run_graph
 from npu_calls import illegal_calls
 from torch import fx, nn
 from torch._dynamo.source import LocalSource
@@ -15,7 +15,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from torch_pagoda.passes import PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import PAGED_ATTENTION
+from torch_pagoda.passes.graph.fx_nodes import is_dynamic, shape
 from torch_pagoda.passes.graph.provenance import operator_name
+from torch_pagoda.passes.rewrite.remove_noops import remove_noops
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.npu_target import NpuTarget
 from torch_pagoda.runtime.program import CacheSpec
@@ -64,6 +66,26 @@ def assert_legal(graph: TracedGraph) -> None:
     """Every ``npu::`` call keeps within the limits."""
     assert graph.npu is not None
     assert illegal_calls(graph, graph.npu) == []
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+def lowered(lower, function, *inputs, target=None, prepare=remove_noops, **parameters):
+    """The lowered graph and the record, with the numbers compared and what must hold of every lowering."""
+    graph = graph_of(function, *inputs, target=target, **parameters)
+    prepare(graph)
+    expected = run_graph(graph.copy(), *inputs)
+    varying = [is_dynamic(size) for size in shape(graph.output.args[0][0])]
+    record = lower(graph)
+    found = run_graph(graph, *inputs)
+    assert found.dtype == expected.dtype
+    assert [is_dynamic(size) for size in shape(graph.output.args[0][0])] == varying
+    torch.testing.assert_close(found, expected, atol=TOLERANCE[found.dtype], rtol=TOLERANCE[found.dtype])
+    assert_legal(graph)
+    assert not [name for name in operators(graph) if name.startswith("pagoda.")]
+    assert lower(graph).matches == 0
+    return graph, record
 
 
 class AttentionGraph:

@@ -25,7 +25,7 @@ from torch import fx
 from ....runtime.npu_target import Product
 from ....runtime.ops.attention.rope import rope_reference
 from ...graph.data_movement import MOVES, RESHAPES, TRANSPOSES, UNIT_DIMS
-from ...graph.fx_nodes import callee, shape, value
+from ...graph.fx_nodes import callee, shape, storage_key, value
 from ...graph.record import PassRecord
 from ...graph.traced import TracedGraph
 from .site import Site, lower_each
@@ -83,7 +83,8 @@ def overwritable(node: fx.Node) -> bool:
             node, readers = node.args[0], 1  # type: ignore[assignment]
         else:
             made: fx.Node = node.args[0] if callee(node) == "getitem" else node  # type: ignore[assignment]
-            return callee(made) not in MOVES
+            # Views of other kinds than these share the memory of what they are made of.
+            return callee(made) not in MOVES and storage_key(node) not in map(storage_key, made.all_input_nodes)
     return False
 
 
