@@ -28,11 +28,27 @@ CONVERTED = {
 }
 
 
-def register_converters() -> list[str]:
-    """Give torchair our converters; names of the operators that got one.
+@contextmanager
+def registered_converters() -> Iterator[None]:
+    """Give torchair our converters for the duration of a block; it converts when a graph is compiled.
 
-    An operator that has one already keeps it, so calling this again does nothing. Needs torch_npu.
+    No graph of another's is to get them: that of npu_apply_rotary_pos_emb is right for what lowering makes alone.
+    An operator that has a converter already keeps it, so a block within a block changes nothing. Needs torch_npu.
     """
+    registered = _register()
+    try:
+        yield
+    finally:
+        for name in registered:
+            operator = _overload(name)
+            if name in CONVERTED:
+                del operator._ge_converter
+            else:
+                operator._ge_converter = operator._ge_converter.__wrapped__
+
+
+def _register() -> list[str]:
+    """Names of the operators that got one of our converters."""
     import torchair
     from torchair._ge_concrete_graph.fx2ge_converter import _get_converter
 
@@ -50,21 +66,6 @@ def register_converters() -> list[str]:
             setattr(operator._ge_converter, _CHANGED, True)
             registered.append(name)
     return registered
-
-
-@contextmanager
-def registered_converters() -> Iterator[None]:
-    """``register_converters`` for the duration of a block."""
-    registered = register_converters()
-    try:
-        yield
-    finally:
-        for name in registered:
-            operator = _overload(name)
-            if name in CONVERTED:
-                del operator._ge_converter
-            else:
-                operator._ge_converter = operator._ge_converter.__wrapped__
 
 
 def _overload(name: str) -> Any:

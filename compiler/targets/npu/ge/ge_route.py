@@ -37,7 +37,7 @@ from ..toolchain_options import set_ge_options
 from ..warm_up.steps import StepShape, fitting_shape
 from ..without_device import is_offline, without_device
 from .air_kernels import register_air_kernels
-from .converters import register_converters
+from .converters import registered_converters
 from .first_runs import FirstRuns
 from .scheduled import WriteRowsAndSchedule, noted_schedules
 from .static_decode import StaticDecode
@@ -239,7 +239,7 @@ class GeGraphs(Route):
             values[i]._dynamo_static_input_type = "guarded"
         with ExitStack() as stack:
             offline = stack.enter_context(_without_device_if_offline(self.traced))
-            register_converters()
+            stack.enter_context(registered_converters())
             if offline:
                 register_air_kernels()
             stack.enter_context(tracing(TracingContext(mode)))

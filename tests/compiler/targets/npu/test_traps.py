@@ -19,16 +19,16 @@ be looked at again. By number:
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from lowered_models import lowered, served
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedOperatorException
 
-from torch_pagoda.compiler.targets.npu.ge import converters
+from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.npu_tools.offline.conversion import ConversionError, convert
 from torch_pagoda.npu_tools.offline.ge_graph import GeGraph
 from torch_pagoda.npu_tools.offline.run import run_python
@@ -91,39 +91,29 @@ def rotated(soc: str, *rotate: torch.Tensor) -> GeGraph:
     return ge_graph_of(step, half(1, 4, 2, 128), table, table.clone(), *rotate, soc=soc)
 
 
-@contextmanager
-def torchairs_own_converters() -> Iterator[None]:
-    """Without ours, which a graph that this process compiled before may have registered."""
-    ours = {}
-    for name in (*converters.CONVERTED, *converters._CHANGES):
-        operator = converters._overload(name)
-        found = getattr(operator, "_ge_converter", None)
-        if name in converters.CONVERTED and found is not None:
-            ours[operator] = found
-            del operator._ge_converter
-        elif hasattr(found, converters._CHANGED):
-            ours[operator] = found
-            operator._ge_converter = found.__wrapped__
-    try:
-        yield
-    finally:
-        for operator, found in ours.items():
-            operator._ge_converter = found
-
-
-def test_trap_2_apply_rotary_pos_emb_copies_query_and_key_first() -> None:
-    """Ours does not: lowering gives the operator none that something else reads."""
-
+def rotated_at_once(own_converters: bool) -> GeGraph:
     def step(q, k, cos, sin):
         rotated = npu.npu_apply_rotary_pos_emb.default(q, k, cos, sin, "BSND")
         return rotated[0], rotated[1]
 
     inputs = half(1, 4, 2, 128), half(1, 4, 2, 128), half(1, 4, 1, 128), half(1, 4, 1, 128)
-    with torchairs_own_converters():
-        graph = ge_graph_of(step, *inputs, own_converters=False)
+    return ge_graph_of(step, *inputs, own_converters=own_converters)
+
+
+def test_trap_2_apply_rotary_pos_emb_copies_query_and_key_first() -> None:
+    """Ours does not: lowering gives the operator none that something else reads."""
+    graph = rotated_at_once(own_converters=False)
     assert [node.type for node in graph.computing()] == ["TensorMove", "TensorMove", "ApplyRotaryPosEmb"]
     assert len(graph.cache_copies("q", "k")) == 2
-    assert [node.type for node in ge_graph_of(step, *inputs).computing()] == ["ApplyRotaryPosEmb"]
+    assert [node.type for node in rotated_at_once(own_converters=True).computing()] == ["ApplyRotaryPosEmb"]
+
+
+def test_trap_2_others_graphs_keep_the_copies_behind_ours() -> None:
+    traced = lowered("llama")[1]
+    route = GeGraphs(traced)
+    served(traced, route)
+    assert route.graphs and not route.dropped
+    assert rotated_at_once(own_converters=False).count("TensorMove") == 2
 
 
 @pytest.mark.parametrize(
@@ -310,7 +300,7 @@ def silu(x):
 )
 def test_trap_8_operators_without_a_converter(step: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
     no_converter = pytest.raises(ConversionError, match="torchair has no converter for this operator")
-    with torchairs_own_converters(), no_converter as failed:
+    with no_converter as failed:
         ge_graph_of(step, *inputs, own_converters=False)
     assert failed.value.node in failed.value.operator.replace(".", "_")
 
@@ -355,7 +345,7 @@ def scatter_one(key, slots, cache):
     ],
 )
 def test_trap_9_broken_converters(step: Callable[..., Any], inputs: list[torch.Tensor]) -> None:
-    with torchairs_own_converters(), pytest.raises(ConversionError) as failed:
+    with pytest.raises(ConversionError) as failed:
         ge_graph_of(step, *inputs, soc=A2, own_converters=False)
     assert failed.value.reason and failed.value.operator.startswith("npu.npu_")
 
