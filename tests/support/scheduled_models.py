@@ -18,7 +18,7 @@ from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.targets.npu.ge import scheduled as ge_scheduled
 from torch_pagoda.compiler.targets.npu.ge.ge_route import GeGraphs
 from torch_pagoda.compiler.targets.npu.schedules import schedule_options
-from torch_pagoda.compiler.targets.npu.socs import chip
+from torch_pagoda.compiler.targets.npu.socs import Chip, chip
 from torch_pagoda.compiler.targets.npu.weights.weights import prepare_weights
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.record import PassRecord
@@ -35,12 +35,12 @@ SLOW = replace(KNOWN, bandwidth=KNOWN.bandwidth / 20, l2=2**24)  # type: ignore[
 
 
 def scheduled(
-    model_type: str, graph_mode: str = "aclgraph", schedule: bool = True
+    model_type: str, graph_mode: str = "aclgraph", schedule: bool = True, on: Chip = KNOWN
 ) -> tuple[TracedGraph, list[Branch]]:
-    """A lowered graph with linked weights, and the branches that its nodes are annotated with."""
+    """A lowered graph with linked weights, and the branches on chip ``on`` that its nodes are annotated with."""
     traced = lowered(model_type, graph_mode)[1].copy()
     prepare_weights(traced, fractal_nz=True, release=False)
-    return traced, schedule_branches(traced, launch_costs(traced, KNOWN, Step(1, 1024, 1)))[1] if schedule else []
+    return traced, schedule_branches(traced, launch_costs(traced, on, Step(1, 1024, 1)))[1] if schedule else []
 
 
 def prefetched(
