@@ -1,4 +1,4 @@
-"""The process that ``pagoda bench startup`` times: reads options from stdin, writes a line of figures."""
+"""The process that ``pagoda bench startup`` times: reads options from stdin, writes the figures as one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates of this machine that a program's speed is compared with: reading memory and multiplying matrices."""
+"""Rates at which this machine reads memory and multiplies matrices, and the share of them that a program reaches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..runtime.ops.linear.packed_linear import can_pack, pack_weight, packed_lin
 _MATRIX = (5632, 2048)
 _ROWS = 512
 _READ_BYTES = 1 << 29
-"""More than caches hold."""
+"""More than the processor's caches hold."""
 _REPEATS = 5
 
 
@@ -24,9 +24,9 @@ class MachineLimits:
     """Rates of this machine.
 
     Attributes:
-        read_gb_per_s: of a sum over numbers in memory, GB/s.
-        gemm_gflops: of a product of 512 rows, GFLOP/s.
-        dtype: of that product.
+        read_gb_per_s: GB/s of a sum over numbers in memory.
+        gemm_gflops: GFLOP/s of a product with 512 rows.
+        dtype: dtype of that product.
     """
 
     read_gb_per_s: float
@@ -34,19 +34,26 @@ class MachineLimits:
     dtype: str
 
     def share_read(self, program: Any, steps_per_s: float) -> float | None:
-        """The share of the read rate at which steps read the program's packed weights; None where none are packed, or
-        where these are experts, of which a step reads a part."""
+        """The share of the read rate at which steps read the program's packed weights; None if no weights are packed,
+        or if the program has experts, of which a step reads a part."""
         weights = _packed(program)
-        if not weights or any(experts for *_, experts in weights):
+        if not weights:
             return None
-        return sum(nbytes for nbytes, *_ in weights) * steps_per_s / self.read_gb_per_s / 1e9
+        return sum(nbytes for nbytes, _ in weights) * steps_per_s / self.read_gb_per_s / 1e9
 
-    def share_multiplied(self, program: Any, tokens_per_s: float) -> float | None:
-        """The share of the GEMM rate at which tokens are multiplied with the packed weights; None as above."""
+    def share_multiplied(self, program: Any, tokens_per_s: float, logits_per_s: float) -> float | None:
+        """The share of the GEMM rate at which the packed weights are multiplied; None as for ``share_read``.
+
+        Args:
+            program: the program.
+            tokens_per_s: tokens that run through the layers.
+            logits_per_s: rows of logits. Only these reach the head, the last of the packed weights.
+        """
         weights = _packed(program)
-        if not weights or any(experts for *_, experts in weights):
+        if not weights:
             return None
-        return sum(2 * elements for _, elements, _ in weights) * tokens_per_s / self.gemm_gflops / 1e9
+        *layers, head = (2 * elements for _, elements in weights)
+        return (sum(layers) * tokens_per_s + head * logits_per_s) / self.gemm_gflops / 1e9
 
 
 def measure_limits() -> MachineLimits:
@@ -73,18 +80,16 @@ def _median_seconds(work: Callable[[], object]) -> float:
     return statistics.median(times[1:])
 
 
-def _packed(program: Any) -> list[tuple[int, float, bool]]:
-    """Of each packed weight of a program for a CPU: its bytes, its elements, and whether it holds experts."""
+def _packed(program: Any) -> list[tuple[int, float]]:
+    """Bytes and elements of each packed weight of a program for a CPU, in graph order; empty if it has experts."""
+    if any(record.name == "recognize_moe" and record.matches for record in program.report.passes):
+        return []
     return [
-        (
-            tensor.numel() * tensor.element_size(),
-            _elements(tensor, entry),
-            tensor.dim() > 1 and bool(entry.quantization),
-        )
+        (tensor.numel() * tensor.element_size(), _elements(tensor, entry))
         for entry, tensor in program.packed_weights()
     ]
 
 
 def _elements(tensor: torch.Tensor, entry: Any) -> float:
-    """Elements of a packed weight; of rounded ones with what their scales take, a few percent."""
+    """Elements of a packed weight; for a quantized one, a few percent more, as its scales count, too."""
     return tensor.numel() if entry.quantization is None else tensor.numel() * 8 / entry.quantization.bits
