@@ -43,7 +43,8 @@ class LLM(Engine):
         tokenizer: a tokenizer, or a folder or hub id of one; by default the checkpoint's. Without one, prompts are
             token ids.
         options: the keyword arguments of the signature. ``dtype``, ``device``, ``generation_config``,
-        ``trust_remote_code`` and ``gguf_file`` control loading, see :class:`~torch_pagoda.options.LoadOptions`;
+            ``trust_remote_code`` and ``gguf_file`` control loading, see
+            :class:`~torch_pagoda.load_options.LoadOptions`;
             ``block_size`` to ``max_queue`` size the KV cache and schedule the steps, see
             :class:`~torch_pagoda.runtime.engine.engine_options.EngineOptions`; the others and ``kv_cache_dtype`` are
             the compiler's, see :class:`~torch_pagoda.compiler.CompileOptions`. ``pack_weights`` defaults to true for

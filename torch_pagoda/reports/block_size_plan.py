@@ -5,7 +5,7 @@ counted in tokens of KV cache:
 
 - **internal fragmentation**: ``B * ceil(L / B) - L`` slots of the last block are empty, about ``B / 2`` of them;
 - **overhead**: each block costs an entry of the block table, its bookkeeping, and a break in the stream of keys and
-values that the attention kernel reads. It is counted as reading ``block_overhead`` more tokens.
+  values that the attention kernel reads. It is counted as reading ``block_overhead`` more tokens.
 
 The cost of ``B`` is their expected sum, ``E[B * ceil(L / B) - L] + block_overhead * E[ceil(L / B)]``. For lengths far
 above ``B`` that is about ``B / 2 + block_overhead * E[L] / B``, least at ``B = sqrt(2 * block_overhead * E[L])``.
