@@ -40,7 +40,7 @@ class Choices:
         kv_cache_dtype: dtype of the paged KV cache. "auto": that of keys and values; "int8": one byte per element and
             a float32 scale per token and head, about half of bfloat16's memory, with rounding.
         quantization: quantize the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4", and
-            their inputs to 8 bits, or with the suffix "-weight-only" not; None: no quantization. An NPU supports all
+            their inputs to 8 bits, or with the suffix "-weight-only" to 16; None: no quantization. An NPU supports all
             but "int4", and leaves inputs of 16 bits unchanged.
         group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None: as a
             calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4, and on an NPU all for
@@ -70,7 +70,7 @@ class Choices:
     pack_weights: bool = False
     kv_cache_dtype: str = option("auto", "auto, or int8 for half the memory.")
     quantization: str | None = option(
-        None, "int8 or int4 for weights (and inputs, unless -weight-only follows) of so many bits."
+        None, "int8 or int4 for weights, with inputs of 8 bits; of 16 if -weight-only follows."
     )
     group_size: int | None = option(None, "Inputs of a quantized weight that share a scale.")
     input_bits: int | None = option(None, "Of a W8A8 checkpoint: 16 keeps more of the inputs, slower.")

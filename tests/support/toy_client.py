@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from thread_client import ThreadClient
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.serving.engine_process.client import DeltaStream
+from torch_pagoda.serving.engine_process.process_client import ProcessClient
 from torch_pagoda.serving.engine_process.wire import Delta
 
 from toy_program import ToyProgram, character_tokenizer
@@ -20,6 +22,24 @@ BYTES: Any = character_tokenizer()
 
 TOY_ENGINE_ARGV = [sys.executable, str(Path(__file__).parent / "toy_engine_process.py")]
 """A command of an engine process that serves the toy program; see ``toy_engine_process``."""
+
+
+class ClientLoop:
+    """A client of an engine process, and the event loop that it lives in."""
+
+    client: ProcessClient
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def run(self, coroutine: Any) -> Any:
+        """The coroutine's result."""
+        return self._runner.run(asyncio.wait_for(coroutine, 120))
+
+    def close(self) -> None:
+        """End the engine process, then the loop."""
+        self.run(self.client.close())
+        self._runner.close()
 
 
 def toy_engine(program: ToyProgram | None = None, **options: Any) -> Engine:

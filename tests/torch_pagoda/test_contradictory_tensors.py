@@ -236,7 +236,7 @@ def test_tensors_that_are_not_read(name: str, tmp_path: Path) -> None:
     assert found.keys() == {"weight", "bias"} and torch.equal(found["bias"], bias)
     assert torch.equal(as_dense(found["weight"]).float(), dense.float())
     for leaf, tensor in UNKNOWN.items():
-        check_refused(tmp_path, {**tensors, leaf: tensor}, said, f"'{MODULE}.{leaf}'", "not supported")
+        check_refused(tmp_path, {**tensors, leaf: tensor}, said, f"'{MODULE}.{leaf}'", "it is not supported")
 
 
 @pytest.mark.parametrize(

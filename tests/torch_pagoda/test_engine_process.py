@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +20,28 @@ from torch_pagoda.serving.engine_process.process_client import ProcessClient
 from torch_pagoda.serving.engine_process.supervisor import EngineProcess, RestartLimit
 from torch_pagoda.serving.engine_process.wire import Start, Submit
 
-from toy_client import merged, read_all
+from toy_client import ClientLoop, merged, read_all
 
 MODEL = str(Path(__file__).resolve().parents[2] / "examples/tiny-pydoc")
 OPTIONS: dict[str, Any] = {"num_blocks": 128, "max_num_seqs": 8, "verify": "off", "codegen": "none", "max_queue": 16}
 PROMPTS = ["def read(self, size=-1):\n", "Return the", "naïve 🙂 text"]
 
 
-class Served:
-    """A client, and the loop that it lives in."""
+class Served(ClientLoop):
+    """A client, and an engine of the same model in this process."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        super().__init__()
         self.client = ProcessClient(engine_argv(), Start(MODEL, None, OPTIONS), restarts=RestartLimit(1))
         self.run(self.client.start())
         self.llm = LLM(MODEL, **OPTIONS)  # the same in this process, while the other loads
         self.run(self.client.wait_ready())
 
-    def run(self, coroutine: Any) -> Any:
-        return self._runner.run(asyncio.wait_for(coroutine, 120))
-
-    def close(self) -> None:
-        self.run(self.client.close())
-        self._runner.close()
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    served = Served()
-    try:
+    with closing(Served()) as served:
         yield served
-    finally:
-        served.close()
 
 
 def test_it_says_what_it_serves(served: Served) -> None:

@@ -118,7 +118,7 @@ def test_the_command_runs_best_of(run: Callable[..., tuple[int, str, str]], chec
     ("arguments", "words"),
     [
         (["--beam-width", "0"], ["beam_width=0"]),
-        (["--length-penalty", "1"], ["--length-penalty", "--beam-width"]),
+        (["--length-penalty", "1"], ["--length-penalty requires --beam-width"]),
         (["--beam-width", "2", "--length-penalty", "9"], ["length_penalty=9"]),
         (["--beam-width", "2", "-n", "3"], ["--n 3", "--beam-width 2"]),
         (["--beam-width", "2", "--temperature", "1"], ["--temperature", "--beam-width 2"]),

@@ -32,13 +32,13 @@ def _steps(profile: Profile) -> Table:
 
 
 def _phases(profile: Profile) -> Table:
-    """One row per phase; work outside the steps comes last."""
+    """One row per phase; work in the background of steps comes last."""
     table = number_table("phase", "seconds", "share", "us per step")
     for name, seconds in profile.phases.items():
         each = 1e6 * seconds / profile.num_steps if profile.num_steps else 0.0
         table.add_row(name, f"{seconds:.3f}", _share(seconds, profile.busy_seconds), f"{each:.1f}")
     for name, seconds in profile.background.items():
-        table.add_row(f"{name}, beside", f"{seconds:.3f}", "", "")
+        table.add_row(f"{name}, background", f"{seconds:.3f}", "", "")
     return table
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch_pagoda.serving.engine_process.supervisor import EngineProcess, Restar
 from torch_pagoda.serving.engine_process.wire import Start, Submit
 from torch_pagoda.serving.settings import Settings
 
-from toy_client import TOY_ENGINE_ARGV, merged, read_all
+from toy_client import TOY_ENGINE_ARGV, ClientLoop, merged, read_all
 
 FAKE = """
 import socket, sys
@@ -61,12 +62,12 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(bounded())
 
 
-class Served:
+class Served(ClientLoop):
     """A client of the toy program in a process, and the loop that it lives in."""
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
-        self.client: ProcessClient = self.run(self._start())
+        super().__init__()
+        self.client = self.run(self._start())
 
     async def _start(self) -> ProcessClient:
         options = {"step_seconds": 0.005}
@@ -80,21 +81,11 @@ class Served:
         await client.wait_ready()
         return client
 
-    def run(self, coroutine: Any) -> Any:
-        return self._runner.run(asyncio.wait_for(coroutine, 60))
-
-    def close(self) -> None:
-        self.run(self.client.close())
-        self._runner.close()
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    served = Served()
-    try:
+    with closing(Served()) as served:
         yield served
-    finally:
-        served.close()
 
 
 def test_deltas_come_through(served: Served) -> None:

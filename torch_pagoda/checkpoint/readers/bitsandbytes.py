@@ -49,7 +49,7 @@ def read_bitsandbytes(module: Quantized) -> dict[str, torch.Tensor]:
     module = replace(module, keys={leaf: key for leaf, key in on_weight.items() if leaf not in plainly})
     states = [leaf for leaf in module.tensors if leaf.startswith(_STATE)]
     if len(states) > 1:
-        raise module.bad(states[1], f"in addition to {states[0]!r}; download the checkpoint again")
+        raise module.bad(states[1], f"unexpected in addition to {states[0]!r}; download the checkpoint again")
     if states:
         weight = _of_4_bits(module, states[0])
     elif "SCB" in module.tensors:

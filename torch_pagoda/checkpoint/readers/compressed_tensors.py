@@ -150,7 +150,7 @@ def _static_inputs(module: Quantized, size: int) -> InputScale | None:
     if not entries:
         kinds = [_kind_of_inputs(entry) for entry in stated]
         raise module.bad(
-            "input_scale", f"but its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
+            "input_scale", f"its config states inputs {kinds or 'of the model'}, not static ones of 8 bits"
         )
     given = module.input_scale("input_zero_point")
     if given.offset and all(entry.get("symmetric", True) is True for entry in entries):

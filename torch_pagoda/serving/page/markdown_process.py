@@ -79,7 +79,7 @@ class MarkdownRenderer:
                 limit.cancel()
             if answer is None:
                 self._end()
-                raise RenderFailed(f"rendering the text took more than {self.seconds} s; show it as it is")
+                raise RenderFailed(f"the text was not rendered within {self.seconds:g} s; show it as it is")
         return answer
 
     def _running(self) -> subprocess.Popen[bytes]:

@@ -85,7 +85,7 @@ class ChatChoice(Struct):
 
 
 class ChatCompletion(Generated, kw_only=True):
-    """Answer of ``POST /v1/chat/completions``."""
+    """Response of ``POST /v1/chat/completions``."""
 
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]

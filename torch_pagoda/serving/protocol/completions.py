@@ -54,7 +54,7 @@ class CompletionChoice(CompletionChunkChoice, kw_only=True):
 
 
 class Completion(Generated, kw_only=True):
-    """Answer of ``POST /v1/completions``."""
+    """Response of ``POST /v1/completions``."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[CompletionChoice]

@@ -16,7 +16,7 @@ from .openapi import Empty, documented
 
 
 class Version(Struct):
-    """Answer of ``GET /version``."""
+    """Response of ``GET /version``."""
 
     version: str
 

@@ -69,7 +69,7 @@ class MessagesBody(CountTokensBody):
 
 
 class InputTokens(Struct):
-    """Answer of ``POST /v1/messages/count_tokens``."""
+    """Response of ``POST /v1/messages/count_tokens``."""
 
     input_tokens: Count
 

@@ -36,7 +36,7 @@ class Model(Struct, kw_only=True):
 
 
 class Models(Struct, kw_only=True):
-    """Answer of ``GET /v1/models``."""
+    """Response of ``GET /v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[Model]

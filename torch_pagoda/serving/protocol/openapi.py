@@ -25,7 +25,7 @@ _ERRORS = {
     408: "Timed out while reading the request.",
     413: "The body is too large.",
     415: "Unsupported Content-Type.",
-    429: "The queue is full; retry after Retry-After.",
+    429: "The queue is full; retry after the seconds in Retry-After.",
     500: "Internal server error.",
     503: "The model is loading, the server is shutting down, or the engine has ended.",
     504: "The request reached its deadline before the first token.",

@@ -54,7 +54,7 @@ class Tokens(Struct):
 
 
 class TokensText(Struct):
-    """Answer of ``POST /detokenize``."""
+    """Response of ``POST /detokenize``."""
 
     prompt: str
 
