@@ -76,6 +76,18 @@ def test_phases_are_told_and_nest() -> None:
     assert told == ["passes", "verify", "kernels", "verify", "passes", "aten", "passes", ""]
 
 
+def test_notes_go_to_the_innermost_reader() -> None:
+    outer: list[str] = []
+    inner: list[str] = []
+    with watched(lambda name: None, outer.append):
+        note("1 of 3")
+        with watched(lambda name: None, inner.append):
+            note("2 of 3")
+        note("3 of 3")
+    note("nobody reads")
+    assert (outer, inner) == (["1 of 3", "3 of 3"], ["2 of 3"])
+
+
 def test_seconds_count_as_the_innermost_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: now[0]))

@@ -107,6 +107,15 @@ def test_a_state_of_another_moment_is_refused() -> None:
     blocks.check()
 
 
+def test_a_sequence_that_began_anew_has_no_state_until_its_step_ends() -> None:
+    blocks = make()
+    step(blocks, "a", 6, 0)
+    blocks.allocate("a", 3, 0)
+    with pytest.raises(ValueError, match="start=1 needs the state of 1 tokens, the sequence has one of 0"):
+        blocks.allocate("a", 4, 1)
+    assert step(blocks, "a", 3, 0) == (-1, 0)
+
+
 def test_a_preempted_fork_gives_its_slots_back() -> None:
     blocks = make()
     step(blocks, "a", 6, 0)

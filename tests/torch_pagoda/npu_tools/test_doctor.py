@@ -231,6 +231,10 @@ def test_what_stops_serving(
         ),
         (lambda m: without(m, "/usr/local/Ascend/firmware/version.info"), "firmware", UNKNOWN, "not readable"),
         (lambda m: replace(m, run=lambda command: None), "npu-smi", UNKNOWN, "not found"),
+        (
+            lambda m: replace(m, run=answers(SMI.replace("3384 / 65536", "   0 / 0    "))),
+            *("memory 0", UNKNOWN, "npu-smi shows no memory"),
+        ),
         (lambda m: setting(m, LD_LIBRARY_PATH="/lib"), "environment", UNKNOWN, "has no folder in"),
         (lambda m: write(m, "/sys/fs/cgroup/cpu.max", "150000 100000\n"), "processors", PROBLEM, "allows 1.5"),
         (lambda m: write(m, "/sys/fs/cgroup/memory.max", f"{2**31}\n"), "host memory", PROBLEM, "2.0 GiB by the"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import zlib
 from typing import Any
 
@@ -29,6 +30,14 @@ async def post(serve: Any, content: bytes, coding: str) -> Any:
 @pytest.mark.parametrize("coding", ENCODE)
 async def test_a_compressed_body_is_read(serve: Any, coding: str) -> None:
     assert (await post(serve, ENCODE[coding](BODY), coding)).status_code == 200
+
+
+@pytest.mark.parametrize("coding", ENCODE)
+async def test_a_body_that_hardly_shrinks_is_read_whole(serve: Any, coding: str) -> None:
+    stops = [random.Random(i).randbytes(30).hex() for i in range(16)]
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "stop": stops}).encode()
+    encoded = ENCODE[coding](body)
+    assert len(encoded) > 256 and (await post(serve, encoded, coding)).status_code == 200
 
 
 @pytest.mark.parametrize("named", ["GZIP", " x-gzip ", "identity, gzip", "gzip,"])
