@@ -198,7 +198,10 @@ class Tree:
 
 
 def tests_by_site(mutants: list[Mutant], tier: str, work: Path, limit: float) -> dict[int, list[str]]:
-    """For each mutant the tests of a tier that reach its site and pass without it."""
+    """For each mutant the tests of a tier that reach its site and pass without it.
+
+    A site that only importing reaches gets every test that reaches one.
+    """
     kept = work / f"sites {tier}.json"
     if kept.exists():
         return {int(number): tests for number, tests in json.loads(kept.read_text()).items()}
@@ -215,13 +218,19 @@ def tests_by_site(mutants: list[Mutant], tier: str, work: Path, limit: float) ->
     print(done.stdout.splitlines()[-1], flush=True)
     failed = set((sites / "failed").read_text().splitlines()) if (sites / "failed").exists() else set()
     found: dict[int, dict[str, None]] = defaultdict(dict)
+    imported = set()
     for file in sites.glob("[0-9]*"):
         for line in file.read_text().splitlines():
             number, _, test = line.partition(" ")
-            if test and test not in failed:
+            if not test:
+                imported.add(int(number))
+            elif test not in failed:
                 found[int(number)][test] = None
     if not found:
         raise RuntimeError(f"no test of {tier!r} passes on the marked tree: {done.stdout[-2000:]}")
+    every = {test: None for tests in found.values() for test in tests}
+    for number in imported - found.keys():
+        found[number] = every
     result = {mutant.number: sorted(found[mutant.number]) for mutant in mutants}
     kept.write_text(json.dumps(result))
     return result
