@@ -116,5 +116,12 @@ def test_top_logprobs():
     assert ids.shape == values.shape == (3, 50)
 
 
+def test_of_equal_tokens_those_with_the_lowest_ids_are_reported():
+    logits = torch.zeros(2, 300)
+    logits[:, 200] = 1.0
+    (entry,) = prompt_logprobs(logits, [0, 299], 0, 2)
+    assert [(i, item.rank) for i, item in entry.items()] == [(299, 300), (200, 1), (0, 2)]
+
+
 def test_a_logprob_has_no_text_of_its_own():
     assert Logprob(-1.0, 2).decoded_token is None

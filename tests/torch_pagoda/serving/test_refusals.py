@@ -344,7 +344,9 @@ async def test_a_bug_is_a_500_without_its_text(
 
     monkeypatch.setattr(engine, "submit", fail)
     async with serve() as client:
-        first = await client.post(URL, json=BODY)
+        with caplog.at_level(logging.INFO):
+            first = await client.post(URL, json=BODY)
+        assert "status=500" in caplog.text
         monkeypatch.setattr(client.front.prompts, "of_field", fail)
         second = await client.post(URL, json=BODY)
     for response in (first, second):
