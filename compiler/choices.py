@@ -40,8 +40,8 @@ class Choices:
         kv_cache_dtype: dtype of the paged KV cache. "auto": that of keys and values; "int8": one byte per element and
             a float32 scale per token and head, about half of bfloat16's memory, with rounding.
         quantization: quantize the weights of a paged program's linear layers to 8 or 4 bits, "int8" or "int4", and
-            their inputs to 8 bits, or with the suffix "-weight-only" to 16; None: no quantization. An NPU supports all
-            but "int4", and leaves inputs of 16 bits unchanged.
+            their inputs to 8 bits, or with the suffix "-weight-only" to 16; None: no quantization. An NPU supports
+            all but "int4", and leaves inputs of 16 bits unchanged.
         group_size: inputs of a quantized weight that share a scale, a multiple of 64, or 0 for all; None: as a
             calibrated model records (see ``recorded_grid``), else 256 for 8 bits and 128 for 4, and on an NPU all for
             8 bits. Quantized inputs have the same groups.

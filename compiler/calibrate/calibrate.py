@@ -38,7 +38,7 @@ class CalibratedMatrix:
     Attributes:
         name: of its module in the model.
         error: mean squared error of its outputs over the calibration text, relative to the outputs themselves.
-        nearest_error: the same, had each number been rounded to its nearest place.
+        nearest_error: the same error if each weight were rounded to the nearest grid point.
     """
 
     name: str

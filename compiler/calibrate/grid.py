@@ -64,7 +64,7 @@ def damped(hessian: torch.Tensor, share: float) -> torch.Tensor:
 
 
 def first_scales(weight: torch.Tensor, group_size: int, importance: torch.Tensor) -> torch.Tensor:
-    """Scales ``[out, groups]`` that lose the least where each number is rounded to its nearest place.
+    """Return the scales ``[out, groups]`` with the smallest round-to-nearest error.
 
     Args:
         weight: ``[out, in]`` float32.
@@ -127,7 +127,7 @@ def fit_scales(weight: torch.Tensor, hessian: torch.Tensor, grid: GridWeight) ->
 
 
 def descend(weight: torch.Tensor, hessian: torch.Tensor, grid: GridWeight) -> GridWeight:
-    """Move each number in turn to its best place, given all others; the scales stay."""
+    """Move each number in turn to its best grid point, given all others; the scales stay fixed."""
     inputs = weight.shape[1]
     scales, whole = grid.scale_of_inputs(), grid.whole.clone()
     pull = (weight - whole * scales) @ hessian

@@ -23,8 +23,10 @@ _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
 
 
 def trace_exchanged() -> None:
-    """Have Dynamo trace functions of the program's that it takes for torch's, since it looked first when they stood
-    in the places of these."""
+    """Have Dynamo trace the program's functions that it mistakes for torch's.
+
+    Dynamo listed torch's functions while the program's had replaced them.
+    """
     rules = get_torch_obj_rule_map()
     for function in [item for item in rules if _is_a_programs(item)]:
         rule = rules.pop(function)
@@ -34,7 +36,7 @@ def trace_exchanged() -> None:
 
 
 def keep_exchanged(gm: fx.GraphModule) -> None:
-    """Have a graph call the functions that Dynamo found, whatever is in their places.
+    """Have a graph call the original functions that Dynamo recorded, even where the program has replaced them.
 
     Args:
         gm: Dynamo's graph; it is edited.

@@ -26,7 +26,7 @@ class Counterpart:
 
     Attributes:
         parameters: names of transformers' own function's parameters, in order, without ``**kwargs``.
-        traced: what is traced in its place.
+        traced: the function traced instead.
         sample: arguments for a sequence of so many tokens.
     """
 

@@ -47,7 +47,7 @@ def layer_kinds(model: nn.Module, layers: Sequence[nn.Module], *, any_depth: boo
             can be alike.
 
     Raises:
-        CannotIdentify: a layer holds something whose content cannot be told.
+        CannotIdentify: a layer holds something that cannot be described.
     """
     lists = [
         (name, item)

@@ -42,7 +42,7 @@ class RecurrentModule:
     Attributes:
         parameters: names of the parameters of its forward, in order, without ``self`` and ``**kwargs``.
         attributes: that it has to have.
-        traced: what is traced in place of its forward.
+        traced: the function traced instead of its forward.
         probe: a copy of it over the same buffers, whose projections yield random numbers for so many tokens.
         lengths: numbers of tokens to compare it at.
     """
@@ -62,7 +62,7 @@ def has_recurrent_modules(model_class: type) -> bool:
 
 
 def check_recurrent_modules(model: nn.Module) -> None:
-    """Compare the modules of a model that have a recurrence with what is traced in their place.
+    """Compare each recurrent module of a model with the function traced instead of its forward.
 
     Args:
         model: modules on the meta device, which have no numbers, are not run.
@@ -86,7 +86,7 @@ def check_recurrent_modules(model: nn.Module) -> None:
 
 @contextmanager
 def operators_in_place_of_loops(model: nn.Module) -> Iterator[None]:
-    """Let the modules of a model that have a recurrence run operators in place of their loops.
+    """Make the recurrent modules of a model run operators instead of loops.
 
     Raises:
         UnsupportedModel: see :func:`check_recurrent_modules`.

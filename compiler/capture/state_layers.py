@@ -25,13 +25,12 @@ def has_recurrences(model_class: type) -> bool:
 
 
 def kept_state(model_class: type, config: Any) -> str:
-    """The number of a model's layers that keep recurrent or convolutional state and no keys and values, in words; ""
-    where none is known to.
+    """Say how many of a model's layers keep recurrent or convolutional state but no keys and values; "" if none does.
 
-    Of layers that keep it beside keys and values the passes tell: it may be no more than a few tokens' inputs of a
-    convolution. Asked is the cache that transformers itself makes for the config: a class may have layers of both
-    kinds, or only of one, as the config says. Models without such a cache, whose class says that they have state, are
-    meant too.
+    The passes judge layers that keep state in addition to keys and values, since that may be only the last inputs of
+    a convolution. The count comes from the cache that transformers creates for the config, because the config decides
+    whether a class has layers of one kind or of both. It includes models without such a cache whose class says that
+    they have state.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin

@@ -27,7 +27,7 @@ def peak_live_bytes(traced: TracedGraph, step: Step) -> int:
 
     Args:
         traced: the rewritten graph.
-        step: its tokens, their context, and the rows of logits that are asked for.
+        step: its tokens, their context, and the requested rows of logits.
     """
     sizes = Sizes(traced, step)
     nodes = list(traced.graph.nodes)

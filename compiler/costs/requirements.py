@@ -52,7 +52,7 @@ class Requirements:
     def activation_bytes(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
     ) -> int:
-        """An estimate of what the largest step takes beside weights and caches, see ``peak_live_bytes``.
+        """Estimate the memory that the largest step takes in addition to weights and caches; see ``peak_live_bytes``.
 
         Layers run one after the other, so that a few show the peak of all.
 

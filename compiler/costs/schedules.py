@@ -24,7 +24,7 @@ PLANNED_STEP = Step(tokens=1, context=1024, rows=1)
 
 
 def annotate_schedules(traced: TracedGraph, asked: Sequence[str], report: CompileReport) -> None:
-    """Annotate ``traced`` with the schedules that are asked for; what cannot be planned is said and left out.
+    """Annotate ``traced`` with the requested schedules; report those that cannot be planned and leave them out.
 
     Args:
         traced: a lowered graph.

@@ -45,7 +45,8 @@ def build_skeleton(kind: Any, config: Any, dtype: torch.dtype | None = None, mar
         kind: class of the model.
         config: its configuration, which is not changed.
         dtype: of its weights; None for what the configuration says, or bf16.
-        marks: of each layer of the whole model, what tells it from others beside its configuration; () for nothing.
+        marks: for each layer of the whole model, what distinguishes it in addition to its configuration; () for
+            nothing.
     """
     config = copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16

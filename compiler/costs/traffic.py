@@ -37,7 +37,7 @@ class Step:
     Attributes:
         tokens: that are computed.
         context: that the sequence has afterwards, these included.
-        rows: of logits that are asked for.
+        rows: of logits that are requested.
     """
 
     tokens: int = TOKENS

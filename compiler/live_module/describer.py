@@ -63,7 +63,7 @@ class CannotIdentify(Exception):
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Objects run code of their own when they are looked at: one that fails there cannot be told, no more."""
+    """Raise ``CannotIdentify`` if inspecting an object fails: objects can run code of their own when inspected."""
     try:
         yield
     except CannotIdentify:

@@ -71,8 +71,10 @@ def loaded_of_models(names: Iterable[str], loaded: Container[str]) -> str | None
 
 
 def check_nothing_registered() -> None:
-    """Nothing, where all that decides how a checkpoint is loaded is as transformers brings it: classes of configs and
-    of models, classes in the place of a model's parts, conversions of weights. Modules that are not loaded are.
+    """Check that nothing registered with transformers changes how it loads a checkpoint.
+
+    The check covers classes of configs and models, classes that replace parts of models, and conversions of weights.
+    Modules that are not loaded have changed nothing.
 
     Raises:
         CannotIdentify: something was registered, or replaced.

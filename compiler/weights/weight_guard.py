@@ -77,9 +77,10 @@ class WeightGuard:
         return before != self._writes
 
     def follow(self, moves: Mapping[int, tuple[Place, Place]]) -> None:
-        """Accept that tensors (by ``id``) went from one place to another with their values.
+        """Accept that tensors (by ``id``) moved to another location with their values.
 
-        Not those that the program reads as rows of a merged tensor: it would still read the old place.
+        Do not accept moves of tensors that the program reads as rows of a merged one: it would still read the old
+        location.
         """
         for name, (identity, place) in self._known.items():
             before, after = moves.get(identity, (None, place))
@@ -99,7 +100,7 @@ class WeightGuard:
 
 
 def weights_moved(moves: Mapping[int, tuple[Place, Place]]) -> None:
-    """Tell all guards that weights were merged: tensor (by ``id``) → its place before and after."""
+    """Notify all guards that weights were merged: tensor (by ``id``) → its location before and after."""
     if moves:
         for guard in list(_guards):
             guard.follow(moves)

@@ -136,7 +136,7 @@ class Route(ABC):
         return self._spare_blocks
 
     def reserve_like(self, other: Route) -> None:
-        """Have the blocks that ``other`` reserved, which are no fewer: both run steps over the same caches."""
+        """Use the blocks that ``other`` reserved, at least as many: both run steps over the same caches."""
         self._padding_blocks, self._spare_blocks = other._padding_blocks, other._spare_blocks
 
     def note_warm(self) -> None:

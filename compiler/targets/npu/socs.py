@@ -1,6 +1,6 @@
 """Published figures of Ascend chips: how fast they read memory and multiply at best.
 
-Sources, by the letter beside each row:
+Sources, by the letter in the comment of each row:
 
 a. ``platform_config/<name>.ini`` of CANN 8.1.RC1 (an installed CANN has these files in ``<arch>-linux/data``): number
    of cube cores, their frequency, size of the memory. A cube core multiplies 16 × 16 × 16 numbers of 16 bits a cycle.

@@ -1,7 +1,7 @@
 """Conversion of graphs by torchair on a machine without an Ascend device.
 
-Torchair asks the device and CANN in a few places: which SoC this is, whether CANN has an operator, and to start the
-graph engine. The answers here are those of a machine of the wanted SoC whose CANN has every operator.
+Torchair queries the device and CANN for the SoC and for the operators that CANN has, and starts the graph engine. The
+answers here are those of a machine with the given SoC whose CANN has every operator.
 """
 
 from __future__ import annotations

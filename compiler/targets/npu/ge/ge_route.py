@@ -5,7 +5,7 @@ cache writes functional; its passes take the copies away again, so that GE write
 
 Sizes of tensors stay dynamic. The lists of lengths are host inputs; their values are free and their lengths part of
 the graph, so there is one graph for each number of sequences. Steps are padded to planned numbers to keep the graphs
-few. Decode steps can have graphs of fixed sizes beside them (``static_decode``).
+few. Decode steps can have additional graphs of fixed sizes (``static_decode``).
 """
 
 from __future__ import annotations
@@ -261,9 +261,9 @@ def ge_config(
     - mode max-autotune: through GE.
     - pattern_fusion_pass off: it fuses norms with what follows, after our passes, to operators that nobody has held
       against the limits.
-    - frozen_parameter on: GE is told the addresses of weights once, not at every launch. They do not move; whoever
-      moves one is stopped (``weight_guard``). Caches move when an engine is made, so they are marked only in graphs
-      of fixed sizes, which are made for the caches as bound.
+    - frozen_parameter on: GE receives the addresses of weights once, not at every launch. Weights do not move;
+      ``weight_guard`` raises if one does. Caches move when an engine is made, so they are marked only in graphs of
+      fixed sizes, which are made for the caches as bound.
     - enable_view_optimize, remove_noop_ops and keep_inference_input_mutations are on by default.
     - enable_ref_data stays off: torchair's removal of copies leaves none to the caches.
     - tiling_schedule_optimize, for graphs of fixed sizes alone: what an operator's tiling depends on, attention's

@@ -1,8 +1,8 @@
 """Static graphs of decode steps for the graph engine: one for each planned number of sequences.
 
-A decode step has one token of each sequence. Its graph has as many tokens, sequences and asked rows as is planned,
-and block tables as wide as the longest sequence needs; a smaller step is filled up with dummy sequences
-(``step_padding``). Other steps are not for it.
+A decode step has one token of each sequence. Its graph has the planned number of tokens, sequences and requested rows
+of logits, and block tables as wide as the longest sequence needs. ``step_padding`` pads smaller steps with dummy
+sequences. Other steps do not use it.
 """
 
 from __future__ import annotations

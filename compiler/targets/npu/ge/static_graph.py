@@ -125,7 +125,7 @@ def static_graph(traced: TracedGraph, inputs: Mapping[str, torch.Tensor], attent
         traced: a lowered graph; it is not changed.
         inputs: placeholder → a tensor of its size, for each cache and each input of a step but lists. Only sizes
             count.
-        attention: what takes the place of operators with lists of lengths.
+        attention: replaces the operators that take lists of lengths.
 
     Raises:
         NotStatic: a size is not determined by those of ``inputs``, or contradicts them; a list is read otherwise

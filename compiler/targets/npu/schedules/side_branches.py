@@ -1,8 +1,8 @@
 """Branches that a schedule gives to a second stream, in a graph that AOTAutograd made of a lowered one.
 
 Notes on nodes (``passes.schedule.schedule_branches``) survive AOTAutograd; what it adds between annotated nodes has
-none. The launches of a branch are put one behind the other, behind the last launch that one of them needs, so that,
-launched in this order, they come before the work that they run beside.
+none. The launches of a branch follow one another, behind the last launch that any of them needs. In this order they
+are launched before the work that runs concurrently with them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Streams and events of Ascend chips, and how many captured graphs they are enough for.
 
-Sources, by the letter beside each row:
+Sources, by the letter in the comment of each row:
 
 a. ``aclrtCreateStream`` in the runtime's reference of CANN 9.1 (https://www.hiascend.com/document/detail/zh/
    CANNCommunityEdition/910/API/runtimeapi/aclcppdevg_03_0065.html), the same in 8.1 to 9.2: the most streams of a
@@ -61,8 +61,8 @@ class GraphNeeds:
 
     Attributes:
         attention_calls: that get lengths at each replay.
-        side_streams: beside the one that it is captured on.
-        side_events: records between them, beside those at the begin and the end of each side stream.
+        side_streams: streams in addition to the one that it is captured on.
+        side_events: event records between streams, in addition to those at the begin and the end of each side stream.
         graphs: that are captured for one size: 1 for a whole program.
         groups: of more than one device that the graphs communicate in.
     """

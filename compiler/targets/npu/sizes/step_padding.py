@@ -31,7 +31,7 @@ class StepSize:
     Attributes:
         tokens: T.
         sequences: S.
-        rows: R, asked rows.
+        rows: R, requested rows of logits.
         blocks: W, columns of the block table; 0 leaves them as they are.
     """
 
@@ -65,7 +65,7 @@ def pad_step(
     """The step with dummy tokens and sequences behind its own.
 
     As far as dummy tokens go, dummy sequences get them evenly; the rest have none, which layout TND allows (lengths
-    that do not rise). Rows that are asked beyond the step's own repeat its first one: drop them from the logits.
+    that do not rise). Requested rows beyond the step's own repeat its first one: drop them from the logits.
 
     Args:
         input_ids: ``[1, T]``.

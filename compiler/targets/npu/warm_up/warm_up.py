@@ -1,9 +1,9 @@
 """Warm-up: every planned size is compiled or captured before requests come, and compared with its operators.
 
-A size is exercised by steps of its own (see ``steps``), each run twice: by the graph, at the size that it is
-filled up to, and by calling the operators one by one, as it is. What is compared is the logits of every asked row,
-and what each token of the step wrote into every cache. All sizes run their first step before any runs its second, so
-that each is also seen after all others were captured.
+A size is exercised by steps of its own (see ``steps``), each run twice: by the graph, padded to its size, and by
+calling the operators one by one, unpadded. The check compares the logits of every requested row, and what each token
+of the step wrote into every cache. All sizes run their first step before any runs its second, so that each also runs
+after all others were captured.
 
 A size whose numbers differ, or that cannot be made, is left out with a warning that names it; the others stay. Before
 and after each run of a graph, blocks of requests are looked at: no step of ours may write there.
@@ -52,7 +52,7 @@ class Linked(Protocol):
         """Values of the graph's inputs for a step."""
 
     def logits(self, outputs: Sequence[Any], step: StepMetadata) -> Tensor:
-        """``[R, vocab_size]`` logits of the asked rows, of what the graph yields."""
+        """Return the logits ``[R, vocab_size]`` of the requested rows from the graph's outputs."""
 
 
 @phase("warm-up")
