@@ -87,7 +87,7 @@ class Pass:
         required: a paged program cannot be made without it, so the self-check's fallback never drops it.
         option: the option that has to be given for it; "" for none.
         target: the only one that it is for, "cpu" or "npu"; "" for all.
-        place: tells entries apart that stand in the list under one name; reports show it beside that.
+        place: distinguishes entries with the same name; reports show it next to the name.
     """
 
     name: str

@@ -16,7 +16,7 @@ def custom_note(node: fx.Node, key: str) -> Any:
 
 
 def put_custom_note(node: fx.Node, key: str, note: Any) -> None:
-    """Write ``note`` on ``node`` under ``key``, in place of what stands there."""
+    """Store ``note`` on ``node`` under ``key``, replacing any earlier note."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), key: note}
 
 

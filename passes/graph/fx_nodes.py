@@ -58,7 +58,7 @@ def callee(node: Any) -> str:
 
 
 def value(node: Any) -> Any:
-    """The fake value that the tracer recorded for ``node``; anything that is no node is its own value."""
+    """Return the fake value that the tracer recorded for ``node``; anything that is not a node is its own value."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
@@ -205,7 +205,7 @@ def closure(root: fx.Node, reads: Callable[[fx.Node, fx.Node], bool] = lambda us
     In-place writes into a tensor of the closure belong to it when they come before ``root``.
 
     Args:
-        root: the node asked about.
+        root: the node to start from.
         reads: ``reads(user, node)`` says whether ``user`` needs ``node``; edges that it refuses are not followed.
     """
     order = {n: i for i, n in enumerate(root.graph.nodes)}

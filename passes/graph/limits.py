@@ -37,9 +37,9 @@ class Limits:
     """Numbers above 1, without their signs.
 
     Attributes:
-        literals: of calls, in order; others can stand in their places.
+        literals: of calls, in order; other numbers can replace them.
         fixed: the largest of sizes and of what stored tensors hold.
-        table: the longest side of a stored tensor: a place in it may be a limit.
+        table: the longest side of a stored tensor: an index into it may be a limit.
         in_blocks: positions are divided into blocks, and a limit may count these.
     """
 

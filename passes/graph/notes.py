@@ -39,8 +39,9 @@ class QuantizedInputs:
             ``[E, in, out]``.
         numbers: input for the integers ``[in, out]``, of experts ``[E, in, out]``: int8, or 4 bits, eight in an
             int32.
-        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``;
-            of 4 bits beside inputs of 8 with groups in any case, be it one. Those of given inputs are multiplied in.
+        scales: input for the scales, ``[out]`` or ``[groups, out]``, of experts ``[E, out]`` or ``[E, groups, out]``.
+            For 4-bit weights with 8-bit inputs they always have a dim of groups, even for one group. Static scales of
+            inputs are multiplied in.
         offsets: input for what is added to the numbers before they are scaled; "" for none.
         quantization: how the weight is rounded, or what stored codes are.
         scale_dtype: of scales and offsets; int64 stands for the bits of float32.
@@ -50,7 +51,7 @@ class QuantizedInputs:
             "" for none.
         whole_bias: input for what is added to the sums of integers, int32 ``[out]``: ``bias`` in steps of the
             scales, less the offset of the inputs times the sum of each output's numbers; "" for none.
-        bias: the input that holds the layer's own, beside ``whole_bias``; "" for none.
+        bias: the input that holds the layer's own bias, of which ``whole_bias`` is made; "" for none.
     """
 
     source: str

@@ -1,7 +1,7 @@
 """The origin of a graph's nodes: the modules and functions that they were traced in, and their decoder layer.
 
-Dynamo writes the modules (``nn_module_stack``) and the Python frames (``stack_trace``) beside each node, AOTAutograd
-keeps both, and passes copy them to what they insert (``TracedGraph.before``).
+Dynamo records the modules (``nn_module_stack``) and the Python frames (``stack_trace``) of each node, AOTAutograd
+keeps both, and passes copy them to the nodes that they insert (``TracedGraph.before``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ class NoMatch(Exception):
 
 @dataclass(frozen=True)
 class Rejection:
-    """A place that looked like a match and was left alone.
+    """A site that looked like a match but was left alone.
 
     Attributes:
         node: name of the graph node.
@@ -48,7 +48,7 @@ class Route:
 
 
 def titled(name: str, place: str) -> str:
-    """An entry of the list as reports call it: its name, and its place where there are several of that name."""
+    """Return a pass's title in reports: its name, and ``place`` in parentheses if several entries share the name."""
     return f"{name} ({place})" if place else name
 
 
@@ -58,12 +58,12 @@ class PassRecord:
 
     Attributes:
         name: the pass, as in the pipeline list.
-        matches: rewritten places.
+        matches: number of rewritten sites.
         rejections: near misses with their reasons.
-        routes: what a lowering pass chose, place by place.
-        remarks: what a person should know about the rewritten places, one line each.
+        routes: what a lowering pass chose, site by site.
+        remarks: what a person should know about the rewritten sites, one line each.
         seconds: wall time.
-        place: which entry of the list it was, for a pass that stands there several times; "" for others.
+        place: ``Pass.place`` of its entry, for a pass that is listed several times; "" for others.
     """
 
     name: str
@@ -76,7 +76,7 @@ class PassRecord:
 
     @property
     def title(self) -> str:
-        """The name, with the place where there are several."""
+        """The pass's title in reports; see ``titled``."""
         return titled(self.name, self.place)
 
     def reject(self, node: fx.Node, reason: str) -> None:

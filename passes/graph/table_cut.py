@@ -34,7 +34,7 @@ class TableCut:
 
     @classmethod
     def of(cls, traced: TracedGraph, node: fx.Node) -> TableCut | None:
-        """What ``node`` cuts, told by cutting row numbers in the table's place; None where it is no such cut."""
+        """Find what ``node`` cuts by running it on row numbers instead of the table; None if it is not such a cut."""
         table = node.args[0] if node.args else None
         dims = token_dims(traced, node)
         if callee(node) not in ("getitem", "narrow") or not isinstance(table, fx.Node) or len(dims) != 1:

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-4
 
 
 def insert_delayed(traced: TracedGraph, rows: fx.Node, by: int, first: fx.Node | None) -> fx.Node:
-    """Insert the rows ``[1, T, C]`` of the tokens ``by`` places earlier, at the graph's insertion point.
+    """Insert the rows ``[1, T, C]`` of the tokens ``by`` positions earlier, at the graph's insertion point.
 
     Args:
         traced: a flat (paged) graph.
@@ -42,7 +42,7 @@ def insert_delayed(traced: TracedGraph, rows: fx.Node, by: int, first: fx.Node |
 
 
 def same_numbers(traced: TracedGraph, old: fx.Node, new: fx.Node, given: Iterable[fx.Node]) -> bool:
-    """Tell whether two nodes yield the same for random numbers in place of ``given``, at a few numbers of tokens."""
+    """Return True if two nodes yield the same with random numbers for ``given``, at a few numbers of tokens."""
     for tokens in _LENGTHS:
         sizes = {traced.token_symbol: tokens}
         generator = torch.Generator().manual_seed(tokens)

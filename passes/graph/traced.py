@@ -130,7 +130,7 @@ class TracedGraph:
             self._origin = outer
 
     def substitute(self, old: fx.Node, new: fx.Node) -> None:
-        """Let ``new`` take the place of ``old``, which is erased.
+        """Replace ``old`` with ``new`` and erase ``old``.
 
         Raises:
             ValueError: they differ in dtype or shape.
@@ -162,9 +162,9 @@ class TracedGraph:
         return node
 
     def adopt(self, node: fx.Node, example: Any) -> None:
-        """Give a node its fake value, ``example``, and the provenance of the place.
+        """Set the fake value of a node to ``example``, and its provenance to that of the insertion point.
 
-        For passes that insert nodes into ``graph`` themselves; ``call`` and ``method`` have done it.
+        For passes that insert nodes into ``graph`` themselves; ``call`` and ``method`` do this already.
         """
         if self._origin is not None:
             for key in ("nn_module_stack", "stack_trace"):

@@ -28,7 +28,7 @@ _KEEPS_ROW_NUMBERS = frozenset("to view reshape expand unsqueeze long int repeat
 
 
 def place_dependent(traced: TracedGraph, depends: dict[fx.Node, Depends]) -> dict[fx.Node, str]:
-    """Constants that meet tokens or positions while they depend on the place in the step: node → how.
+    """Find constants that meet tokens or positions although they depend on the index in the step: node → how.
 
     Row numbers, which only pick rows of the step, are left out.
     """

@@ -36,7 +36,7 @@ class ExpertFormula:
 
 
 def find_formula(hidden: torch.Tensor, found: torch.Tensor, constants: list[float]) -> ExpertFormula | None:
-    """The formula that makes ``found`` of ``hidden``; None when no known one does.
+    """Find the known function that makes ``found`` of ``hidden``; None if there is none.
 
     Args:
         hidden: random results of the first product.

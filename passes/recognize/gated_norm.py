@@ -7,12 +7,12 @@ Matches:
 Becomes:
     pagoda::gated_rms_norm(x, gate, weight, eps, weight_offset, round_before_scale, kind, gate_first, group_size)
 Why it is faster:
-    one pass over rows in half precision in place of up to seven in float32; and a gate that is part of a merged
-    product is read where it lies.
+    one pass over rows in half precision instead of up to seven in float32; and a gate that is part of a merged
+    product is read without a copy.
 
-Level 2, for a CPU: no operator of an NPU multiplies a norm. Each spelling is run beside its replacement once, so that
-half precision rounds where it did. Sources: Yang et al., Gated Delta Networks, 2024; Dao and Gu, Transformers are
-SSMs, 2024.
+Level 2, for a CPU: no operator of an NPU multiplies a norm. The pass runs each spelling once and compares it with its
+replacement, so that half precision rounds where it did. Sources: Yang et al., Gated Delta Networks, 2024; Dao and Gu,
+Transformers are SSMs, 2024.
 """
 
 from __future__ import annotations

@@ -109,10 +109,10 @@ def _alibi(mask: torch.Tensor, seen: torch.Tensor, heads: int) -> torch.Tensor |
 def probe(traced: TracedGraph, node: fx.Node, heads: int) -> MaskKind:
     """Classify the mask that ``node`` computes, by running it on a few tokens.
 
-    Literals above ``SMALL_CONSTANT`` (a window of 4096) are not run at their size: the mask is run with smaller
-    numbers in their place, twice, and the edge has to move with them. Then it is run with smaller numbers in place
-    of all at once: of two limits that are joined by ``or`` neither moves an edge alone. Other numbers, which sizes
-    and stored tensors hold, are run at their size.
+    Literals above ``SMALL_CONSTANT`` (a window of 4096) are not run at their size: the mask is run twice with smaller
+    numbers instead of each, and the edge has to move with them. Then smaller numbers replace all of them at once: of
+    two limits that are joined by ``or`` neither moves an edge alone. Other numbers, which sizes and stored tensors
+    hold, are run at their size.
 
     Raises:
         UnknownMask: it depends on the tokens, or fits no kind.
@@ -158,7 +158,7 @@ class _Mask:
     limits: Limits
 
     def run(self, tokens: int, others: Mapping[float, int]) -> MaskKind:
-        """The kind at so many tokens, with other numbers in place of literals.
+        """Classify the mask of ``tokens`` tokens, with other numbers instead of literals.
 
         Raises:
             UnknownMask: it has none, or is too large.
@@ -176,7 +176,7 @@ class _Mask:
         return classify(mask, self.heads)
 
     def takes_others_for(self, literal: float) -> bool:
-        """True if the mask can be built with another number in the place of a literal; else that is a size."""
+        """True if the mask can be built with another number instead of a literal; otherwise the literal is a size."""
         for other in self._stand_ins(2):
             try:
                 self._run_with({literal: other})
@@ -189,8 +189,9 @@ class _Mask:
         return True
 
     def is_length(self, literal: float, literals: Iterable[float]) -> bool:
-        """True if the mask is built for no more tokens than a literal says: the length of a table, which no limit in
-        its place would ever reach.
+        """True if the mask can be built for at most as many tokens as a literal says.
+
+        The literal is then the length of a table; as a limit it would never take effect.
 
         Args:
             literal: that does not take another number alone.
@@ -234,7 +235,7 @@ class _Mask:
         return replace(kind, sliding_window=whole + offsets.pop(), literal=whole)
 
     def compare_all(self, literals: list[float], kind: MaskKind) -> None:
-        """Raise ``UnknownMask`` unless the mask is of that kind with numbers in the same order in place of all
+        """Raise ``UnknownMask`` unless the mask is of that kind when other numbers, in the same order, replace all
         ``literals`` at once."""
         others = dict(zip(literals, self._stand_ins(len(literals)), strict=True))
         if not others:

@@ -134,7 +134,7 @@ def follow_scale(normalized: fx.Node, dtype: torch.dtype) -> Scaled:
 
 
 def check_rounding(entry: fx.Node, found: Scaled, norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
-    """Run a norm of half precision on random rows beside what is to replace it.
+    """Compare a norm in half precision with its replacement on random rows.
 
     Where one value is rounded elsewhere, a quarter of the results differ by their last bit; a root that is computed
     otherwise moves one of some hundred.

@@ -1,4 +1,4 @@
-"""Compute the LM head only for the rows that are asked for.
+"""Compute the LM head only for the rows whose logits are requested.
 
 Matches:
     output(f(linear(h, W)))      # f: softcap, scaling, casts; h: [1, T, hidden]

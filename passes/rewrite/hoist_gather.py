@@ -1,4 +1,4 @@
-"""Take the rows whose logits are asked for as early as the last attention allows.
+"""Select the rows whose logits are requested as early as the last attention allows.
 
 Matches:
     y = index_select(f(a, b, ..., W), 1, logits_rows)      # f works on every token by itself; a, b, ...: [1, T, ...]

@@ -89,7 +89,7 @@ class Launches:
 
 
 def listed(nodes: Sequence[fx.Node], members: int) -> list[fx.Node]:
-    """The nodes whose places are bits of ``members``, in order."""
+    """Return the nodes whose indices are the set bits of ``members``, in order."""
     found = []
     while members:
         lowest = members & -members

@@ -36,7 +36,7 @@ LEAST_GAIN = 2e-6
 
 @dataclass(frozen=True)
 class Branch:
-    """Launches that run beside others.
+    """Launches that run concurrently with others.
 
     Attributes:
         join: the first launch that needs both.

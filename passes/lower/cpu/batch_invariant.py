@@ -1,6 +1,6 @@
 """Let no token's numbers depend on its batch mates, on how a prompt is cut, or on the number of threads, bit for bit.
 
-Level 0, where asked for (``batch_invariant``): the numbers change within rounding.
+Level 0, when requested (``batch_invariant``): the numbers change within rounding.
 
 Matches:
     linear(x, W, b)                          # of any weights, transposed ones too

@@ -1,6 +1,6 @@
 """Let linear layers read weights that were laid out once for the CPU's matrix kernels.
 
-Level 0, where asked for (``pack_weights``): plain bf16 matrices are multiplied as well, in another order.
+Level 0, when requested (``pack_weights``): plain bf16 matrices are multiplied as well, in another order.
 
 Matches:
     linear(x, W, b), linear(x, t(W), b)      # bf16 parameters

@@ -1,7 +1,7 @@
 """Round the weights of experts to a few bits, or read them as a quantized checkpoint stores them.
 
-Level 0: where asked for (``quantization``) the numbers change, and weights that are stored rounded are served so at
-every level.
+Level 0: when requested (``quantization``), the numbers change. Weights that are stored quantized are served as stored
+at every level.
 
 Matches:
     pagoda::moe(x, weights, ids, Up, Down, …)        # parameters that nothing else reads

@@ -1,6 +1,6 @@
 """Round the weights of linear layers to a few bits, and their inputs to 8 or 16.
 
-Level 0, where asked for (``quantization``): the numbers change.
+Level 0, when requested (``quantization``): the numbers change.
 
 Matches:
     linear(x, W, b), linear(x, t(W), b)              # parameters
@@ -10,8 +10,8 @@ Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of its time. Long prompts
     and big batches wait for multiplications, of which a CPU does twice as many in int8 as in bf16.
 
-The head of a 4-bit model keeps 8 bits: its errors go straight into the logits. Routers are not rounded, since another
-expert is no small error.
+The head of a 4-bit model keeps 8 bits: its errors go straight into the logits. Routers are not rounded: choosing
+another expert is not a small error.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Why it is faster:
 Level 0: the codes and scales are the checkpoint's, so that its model is served at every level. Inputs keep 16 bits,
 as the model keeps them, or all: a checkpoint whose weights alone are rounded must not lose more. Those of weights
 that were made for inputs of 8 bits are rounded to these, row by row or as the checkpoint says, unless
-``input_bits=16`` is asked for.
+``input_bits=16`` is requested.
 """
 
 from __future__ import annotations

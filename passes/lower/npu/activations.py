@@ -6,10 +6,10 @@ Matches:
 Becomes:
     npu_swiglu(cat(gate, up)), whose kernel widens them and rounds once, too
     npu_swiglu(whole), npu_geglu(whole), npu_clipped_swiglu(whole)    # gate and up are the halves of one product
-    npu_gelu, npu_fast_gelu, or the ATen operators of the formula
+    npu_gelu, npu_fast_gelu, or the unfused ATen operators
 Why it is faster:
     one launch, and the halves are not cut out first. A plain aten.gelu is not emitted: on these chips it is the tanh
-    form whatever is asked for.
+    form whichever one is requested.
 
 Level 0.
 """

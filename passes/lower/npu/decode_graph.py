@@ -19,7 +19,7 @@ def decode_graph(traced: TracedGraph) -> TracedGraph | None:
     The copy has the same inputs. Where calls are captured, sequences without tokens may stand behind the others.
 
     Raises:
-        ValueError: a noted formula is not as it was left.
+        ValueError: the nodes of a noted unfused computation have changed.
     """
     found = traced.copy()
     if decode_attention(found) + decode_states(found) == 0:
@@ -30,7 +30,7 @@ def decode_graph(traced: TracedGraph) -> TracedGraph | None:
 
 
 def decode_graph_or_reason(traced: TracedGraph) -> tuple[TracedGraph | None, str]:
-    """``decode_graph``; None and the reason where a noted formula is not as it was left."""
+    """``decode_graph``; None and the reason if the nodes of a noted unfused computation have changed."""
     try:
         return decode_graph(traced), ""
     except ValueError as error:

@@ -1,13 +1,13 @@
-"""Operators with state in decode steps for Ascend: the single-token form in place of the one over chunks.
+"""Operators with state in decode steps for Ascend: the single-token form instead of the one over chunks.
 
 Matches:
     what ``lower_npu_states`` made of an operator with state, in a graph whose steps have one token of each sequence
     and no more, and go on from a state
 Becomes:
     before = index_select(state, state_read of each token)
-    y, after = the formula of one token (``runtime.ops.state.one_token``), rows normalized by npu_rms_norm
+    y, after = the unfused operators for one token (``runtime.ops.state.one_token``), rows normalized by npu_rms_norm
     npu_scatter_nd_update_(state, state_write of each token, after)
-or, for a gated delta rule with one decay per head whose limits allow it, in place of the formula
+or, for a gated delta rule with one decay per head whose limits allow it, instead of the unfused operators
     y = npu_recurrent_gated_delta_rule(q, k, v, before, beta, g=log_decay, ...)      # before becomes after
 Why it is faster:
     the form over chunks is about 150 launches, most of them of work that one token does not need.
@@ -99,7 +99,7 @@ def decode_states(traced: TracedGraph) -> int:
     Convolutions alone, without a recurrence, stay as they are: they are as short over many tokens.
 
     Raises:
-        ValueError: a noted formula is not as it was left.
+        ValueError: the nodes of a noted unfused computation have changed.
     """
     sites = [(node, step) for node in traced.graph.nodes if (step := custom_note(node, STEP)) is not None]
     if all(step["operator"] == _CONVOLUTION for _, step in sites):

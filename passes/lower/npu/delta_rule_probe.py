@@ -1,8 +1,8 @@
-"""A small call of each operator of the gated delta rule on the device, beside the formula, before a graph has it.
+"""Compares a small call of each gated delta rule operator on the device with the unfused path, before graphs use it.
 
 Documents and sources do not say which kernels a release of CANN has (``runtime.ops.npu.limits.states``): one yields
-NaN for strong decays, one takes states in bfloat16 alone. An operator that the device refuses or computes wrongly is
-left out by name, and the formula stands in.
+NaN for strong decays, one takes states in bfloat16 alone. If the device rejects an operator or computes it wrongly,
+the lowering reports it by name and uses the unfused path instead.
 """
 
 from __future__ import annotations

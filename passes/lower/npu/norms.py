@@ -4,7 +4,7 @@ Matches:
     pagoda::rms_norm, pagoda::add_rms_norm, pagoda::layer_norm, pagoda::add_layer_norm
 Becomes:
     npu_rms_norm, npu_add_rms_norm, npu_gemma_rms_norm (scales stored less one), npu_add_layer_norm;
-    aten.native_layer_norm, which the chip has an operator for; where none is legal, the ATen operators of the formula
+    aten.native_layer_norm, which the chip has an operator for; where none is legal, the unfused ATen operators
 Why it is faster:
     one launch that reads its input once. The kernels compute in float32 and round once.
 

@@ -8,7 +8,7 @@ Becomes:
         with a matrix [D, D] and tables filled up with 1 and 0 where some dims are not rotated
     npu_interleave_rope(q, cos, sin)                                   # pairs to halves, R = 64
     with the dims that are not rotated cut off before and joined after where the chip takes no matrix; where none of
-    these is legal, the ATen formula
+    these is legal, the unfused ATen operators
 Why it is faster:
     one launch for both tensors, or for each. The tables' layout is made once per step, for all layers.
 
@@ -68,7 +68,7 @@ def _rotate_both(site: Site, xs: list[fx.Node], cos: fx.Node, sin: fx.Node, mode
 
 
 def overwritable(node: fx.Node) -> bool:
-    """Tell whether one node alone reads what ``node`` yields: it is no input, and nobody else reads that memory."""
+    """Return True if only one node reads the memory of ``node``, and ``node`` is not an input of the graph."""
     readers = 1
     while node.op == "call_function":
         if len(node.users) > readers:

@@ -75,7 +75,7 @@ class Site:
         return node if value(node).dtype is dtype else self.aten(_aten._to_copy.default, node, dtype=dtype)
 
     def replace(self, new: fx.Node | Sequence[fx.Node]) -> None:
-        """Let ``new`` take the place of the node, or of its results one by one, and keep what was chosen."""
+        """Replace the node, or its results one by one, with ``new``, and keep the chosen operators."""
         if isinstance(new, fx.Node):
             self.traced.substitute(self.node, new)
         else:
@@ -135,7 +135,7 @@ class Site:
         return self.traced.call(_aten.transpose.int, node, 1, 2)
 
     def replace_heads_first(self, old: fx.Node, new: fx.Node) -> None:
-        """Let ``new``, ``[B, T, H, D]``, take the place of ``old``, ``[B, H, T, D]``.
+        """Replace ``old``, ``[B, H, T, D]``, with ``new``, ``[B, T, H, D]``.
 
         Users that transpose ``old`` read ``new`` as it is.
         """

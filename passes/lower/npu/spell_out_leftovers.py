@@ -4,7 +4,7 @@ Matches:
     any pagoda:: operator that is left
     aten.std, for the graph engine
 Becomes:
-    the ATen operators of its formula
+    the ATen operators of its reference implementation
 Why:
     the operators of ours have kernels for CPUs alone; torchair reads sizes on the host for std, which graphs of fixed
     sizes cannot do.
@@ -31,7 +31,7 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
     """Replace what is left of the canonical operators, so that the graph runs where they are not known.
 
     Raises:
-        ValueError: one whose formula there is none of.
+        ValueError: an operator has no decomposition for the target.
     """
     formulas = {overload: own.reference for overload, own in OPERATORS.items() if own.facts.spelled_out}
     for node in traced.graph.nodes:
@@ -47,7 +47,7 @@ def spell_out_leftovers(traced: TracedGraph) -> PassRecord:
 def std_reference(
     x: torch.Tensor, dim: Sequence[int] | None = None, correction: float | None = None, keepdim: bool = False
 ) -> torch.Tensor:
-    """``aten.std`` by its formula, in float32 at least."""
+    """Compute ``aten.std`` with elementary operators, in float32 at least."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     dims = list(dim or range(x.dim()))
     count = math.prod(x.shape[d] for d in dims)

@@ -6,10 +6,10 @@ Matches:
     h = npu_grouped_matmul([rows], [Up8 or Up4], scale=[S], per_token_scale=[s], group_list=counts)    # rows of int8
     q, t = npu_dequant_swiglu_quant(h, activate_left=True, quant_mode=1), or npu_dynamic_quant(npu_swiglu(h))
 Becomes:
-    q, t = npu_grouped_matmul_swiglu_quant_v2(rows, [Up8], [S], s, counts)       # of 4 bits with their sums beside,
+    q, t = npu_grouped_matmul_swiglu_quant_v2(rows, [Up8], [S], s, counts)       # of 4 bits also with their sums,
                                                                                  # and dequant_mode=1 for groups
 Why it is faster:
-    one launch in place of two or three, and gate and up are not written in 16 bits and read again.
+    one launch instead of two or three, and gate and up are not written in 16 bits and read again.
 
 The fused operator keeps float32 from the exact sums to the rounding, and its scales may be float32: those of bfloat16
 that nothing else reads are made so. On A2 and A3 it reads int8 in FRACTAL_NZ alone, so that its matrices must be

@@ -1,12 +1,12 @@
 """Products of experts over rounded matrices for Ascend: rounded here, or stored so by a quantized checkpoint.
 
 Matches:
-    rows, places, counts, _ = npu_moe_init_routing_v2(x, ids, quant_mode=-1)
+    rows, row_idx, counts, _ = npu_moe_init_routing_v2(x, ids, quant_mode=-1)
     h = npu_grouped_matmul([rows], [Up], group_list=counts)              # parameters
     npu_grouped_matmul([act(h)], [Down], group_list=counts)
 Becomes:
     where inputs are rounded to 8 bits
-    rows, places, counts, s = npu_moe_init_routing_v2(x, ids, quant_mode=1)      # int8, a scale for each row
+    rows, row_idx, counts, s = npu_moe_init_routing_v2(x, ids, quant_mode=1)     # int8, a scale for each row
     h = npu_grouped_matmul([rows], [Up8], scale=..., per_token_scale=[s], group_list=counts)
     q, t = npu_dynamic_quant(act(h))
     npu_grouped_matmul([q], [Down8], scale=..., per_token_scale=[t], group_list=counts)
@@ -18,8 +18,8 @@ Why it is faster:
     much of the time.
 
 Level 0, as the rounding of linear layers. The rows of all experts fill the products: what the operators leave
-undefined behind them, where a chip has some of the experts, is never read. Beside rows of int8 experts with biases
-stay: a bias would have to be an integer there, or lie where 4 bits have their sums.
+undefined behind them, where a chip has some of the experts, is never read. With int8 rows, experts with biases stay
+as they are: a bias would have to be an integer, or take the argument that holds the sums of 4-bit weights.
 """
 
 from __future__ import annotations

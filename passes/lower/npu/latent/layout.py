@@ -32,7 +32,7 @@ _MOST_STEPS = 200
 
 @dataclass(frozen=True)
 class Origins:
-    """The places that the elements of a tensor come from, the same for every token.
+    """The origins of a tensor's elements, the same for every token.
 
     Attributes:
         sources: nodes that data movements lead back to.
@@ -94,10 +94,10 @@ class LayoutTracer:
         self._known: dict[Hashable, list[tuple[torch.Tensor, torch.Tensor]] | str] = {}
 
     def origins(self, node: fx.Node) -> Origins:
-        """The places that the elements of ``node`` come from.
+        """Find where the elements of ``node`` come from.
 
         Raises:
-            NoMatch: not from the same places for every token, or they cannot be told.
+            NoMatch: the origins differ between tokens, or cannot be determined.
         """
         (found,) = self._run(node, [node])
         return found

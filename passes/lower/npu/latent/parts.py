@@ -1,4 +1,4 @@
-"""The parts of queries and keys of latent attention: what meets the latent, and what was rotated beside it."""
+"""The parts of queries and keys of latent attention: the one that meets the latent, and the rotated one."""
 
 from __future__ import annotations
 

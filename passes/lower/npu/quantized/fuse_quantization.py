@@ -10,13 +10,13 @@ Matches:
 Becomes:
     npu_add_rms_norm_dynamic_quant(a, b, gamma, output_mask=[True, False])
     npu_dequant_swiglu_quant(x, activate_left=True, quant_mode=1)
-    npu_add_rms_norm_quant(a, b, gamma, scales, offsets)     # the same for every place
+    npu_add_rms_norm_quant(a, b, gamma, scales, offsets)     # scale and offset repeated for every element of gamma
 Why it is faster:
-    one launch in place of two, and the numbers are not written in 16 bits and read again.
+    one launch instead of two, and the numbers are not written in 16 bits and read again.
 
 A norm that a router reads too stays: the fused operator does not yield it. The fused operators round the exact
-numbers, the others those that were rounded to 16 bits. Beside bfloat16 scales are bfloat16: others would move every
-step of the rounding, so that norms stay whose scale is no such number.
+numbers, the others those that were rounded to 16 bits. For bfloat16 inputs the operator takes bfloat16 scales.
+Rounding a scale to bfloat16 would move every step, so norms stay unless their scale is a bfloat16 number.
 """
 
 from __future__ import annotations

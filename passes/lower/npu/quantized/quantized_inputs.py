@@ -21,7 +21,7 @@ def fitting(scheme: Quantization, width: int, outputs: int) -> Quantization | st
     """The scheme for a matrix of so many inputs and outputs: groups as long as its rows are rows; or why none is.
 
     Args:
-        scheme: as it is asked for, or stored.
+        scheme: as requested, or as stored.
         width: inputs of the matrix.
         outputs: of the matrix.
     """
@@ -75,7 +75,7 @@ class QuantizedInputsOf:
         return found if isinstance(found, StoredWeight) else None
 
     def made_for_8_bits(self, weight: fx.Node) -> WeightFormat | None:
-        """The format of a weight that is stored for inputs of 8 bits, unless they are asked to keep 16; else None."""
+        """Return the format of a weight stored for 8-bit inputs; None for others, or if inputs keep 16 bits."""
         stored = self.stored(weight)
         as_made = stored is not None and stored.form.input_bits == 8 and self.traced.input_bits != 16
         return stored.form if stored is not None and as_made else None
@@ -101,7 +101,7 @@ class QuantizedInputsOf:
             turned: it is ``[in, out]``.
             offsets: give it some where all are 0, too.
             sums: see ``QuantizedInputs``.
-            bias: a parameter, beside ``whole_bias``; or None.
+            bias: the parameter of which ``whole_bias`` is made; or None.
             whole_bias: see ``QuantizedInputs``.
         """
         form = weight, quantization, scale_dtype, turned

@@ -18,10 +18,10 @@ Why it is faster:
     Decoding waits for weights: half or a quarter of the bytes of bf16 take about as much of the time. Prompts wait
     for multiplications, of which the chips do twice as many in int8.
 
-Level 0: where asked for (``quantization``) the numbers change, and weights that are stored rounded are served so at
-every level; inputs in an order of their own are gathered first. Routers are not rounded, since another expert is no
-small error. What the limits refuse stays a product of floats, with the reason: a head of more than 65535 tokens, for
-instance.
+Level 0: when requested (``quantization``), the numbers change. Weights that are stored quantized are served as stored
+at every level; inputs in an order of their own are gathered first. Routers are not rounded: choosing another expert
+is not a small error. A product that the limits reject, such as a head of more than 65535 tokens, stays in floats, and
+the report gives the reason.
 """
 
 from __future__ import annotations
