@@ -25,7 +25,7 @@ def _read(name: str) -> str | None:
 
 
 def toolkit_folder(environment: Mapping[str, str], is_folder: Callable[[str], bool] = os.path.isdir) -> str | None:
-    """The folder of the toolkit: the one that was sourced, else one of the usual places; None where there is none."""
+    """Find the toolkit's folder: the one that was sourced, else one of the usual folders; None if there is none."""
     home = environment.get("HOME", "/root")
     usual = (*_USUAL, f"{home}/Ascend/cann", f"{home}/Ascend/ascend-toolkit/latest")
     named = [environment.get(name, "") for name in CANN_VARIABLES]

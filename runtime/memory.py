@@ -26,7 +26,7 @@ _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:
-    """Mark the storage of a CPU tensor for transparent huge pages; call it before the memory is first touched.
+    """Mark the storage of a CPU tensor for transparent huge pages; call it before the first access to the memory.
 
     Returns:
         Whether the system took the advice; False on systems without ``madvise`` and for other devices.

@@ -1,4 +1,4 @@
-"""Phases of compiling, timed, and told to whoever watches, or logged: a library prints nothing by itself."""
+"""Times the phases of compiling and reports them to a watcher, or logs them: a library prints nothing by itself."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def importing() -> Iterator[None]:
 
 
 def import_seconds() -> float:
-    """Seconds that imports of this package took since this was last asked."""
+    """Return the seconds that imports of this package took since the last call."""
     global _imports
     seconds, _imports = _imports, 0.0
     return seconds

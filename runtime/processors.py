@@ -1,4 +1,4 @@
-"""Processors: how many threads what this process may use can run, and which lie beside a device.
+"""Finds how many threads this process has processors for, and which processors are on the NUMA node of a device.
 
 A container is often given the time of a few processors of a host that shows all of its own: threads for each of
 those wait for each other while the system holds them back.
@@ -96,7 +96,7 @@ def bind_to_node_of(device: torch.device, root: Path = Path("/")) -> tuple[int, 
 
 
 def node_of(index: int, root: Path = Path("/")) -> int | None:
-    """The NUMA node of an Ascend device; None where that cannot be told.
+    """The NUMA node of an Ascend device; None if it cannot be determined.
 
     Where the devices hang on several nodes, they are taken to be numbered in the order of their PCI addresses, which
     no hardware has confirmed.

@@ -41,7 +41,7 @@ def convolution_tables(query_start_loc: torch.Tensor, state_read: torch.Tensor, 
     begins = state_read < 0
 
     def rows(sequence: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """Of inputs at a place in their sequence's part of the step; negative ones lie in its state."""
+        """The rows of inputs by their index in their sequence's part of the step; negative ones are in its state."""
         before = torch.where(begins[sequence], zeros, sequence * kept + (place + kept))
         return torch.where(place < 0, before, sequences * kept + starts[sequence] + place)
 

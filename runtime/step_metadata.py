@@ -1,4 +1,4 @@
-"""Metadata of one model step, beside its tokens: where KV goes, where it is read, which rows are asked."""
+"""Metadata of one model step in addition to its tokens: where KV is written and read, which logits are requested."""
 
 from __future__ import annotations
 

@@ -104,11 +104,11 @@ def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: i
 
     Args:
         blocks: the cache's.
-        max_model_len: what was asked for.
+        max_model_len: the requested length; None: as much as the model and the cache allow.
         longest: what the model supports, if it says.
 
     Raises:
-        ValueError: the cache does not hold what was asked for.
+        ValueError: the cache does not hold a sequence of the requested length.
     """
     capacity = blocks.capacity
     num_blocks = [pool.max_blocks for pool in blocks.token_pools]

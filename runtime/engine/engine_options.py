@@ -29,8 +29,8 @@ class EngineOptions:
             takes multiples of 16; else 32.
         num_blocks: blocks in the KV cache; layers with a sliding window get no more than they can use.
         kv_cache_memory: the same in bytes, or as ``"4GiB"``; not together with ``num_blocks``. By default a CPU gets
-            min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), touched lazily; an NPU the same
-            without the 4 GiB, and nine tenths of what is free.
+            min(max_num_seqs x max_model_len tokens, 4 GiB, half of the free memory), committed on first use; an NPU
+            the same without the 4 GiB, and nine tenths of what is free.
         min_kv_cache_memory: what a CPU's cache shrinks to when there is little to do, in bytes or as ``"512MiB"``.
             None: it keeps all memory that it once needed.
         max_num_seqs: most sequences that run at once.

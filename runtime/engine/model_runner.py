@@ -141,8 +141,8 @@ class ModelRunner:
     def pack(self, scheduled: Sequence[ScheduledRequest]) -> PackedStep:
         """Token ids and positions ``[1, T]`` int64 and metadata of one flat step, on the host; see ``StepMetadata``.
 
-        Asked for are the last token of each entry that samples, and all tokens of those whose prompt is scored. When
-        that is none, the last token of the step is: R is never 0.
+        Logits are requested for the last token of each entry that samples, and for all tokens of entries whose prompt
+        is scored; if there are none, for the last token of the step: R is never 0.
         """
         size = self.block_size
         plan = np.array(

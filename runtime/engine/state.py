@@ -28,12 +28,12 @@ class EngineState:
     Attributes:
         batcher: says who runs next.
         runner: has the rows of those that run, and runs the model.
-        cost: of preemption; it is told how long steps and copies take.
+        cost: estimates the cost of preemption from the durations of steps and copies.
         profiler: gets the marks of the phases of a step.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
-        updated: submissions that progressed or ended since the caller was told.
+        updated: submissions that progressed or ended since the caller last got outputs.
         pieces: pieces that a call was to return which was interrupted; the next one does.
         sampled: ids of the sequences that got tokens in this step, one for each token.
         model_seconds: spent in packing and in the model.
@@ -129,7 +129,7 @@ class EngineState:
         """Append sampled tokens: the completion's own, and those of each that follows it, which runs from now on.
 
         Returns:
-            Those that go on. The runner has yet to be told the newest token of each.
+            The completions that go on. The newest token of each still has to be appended in the runner.
         """
         request = completion.request
         followers = self.followers(completion)

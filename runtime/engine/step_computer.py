@@ -32,7 +32,7 @@ class StepComputer:
     """Runs what was planned.
 
     Args:
-        state: its runner packs steps and runs the model, its clocks are told.
+        state: its runner packs steps and runs the model; the time spent is added to its clocks.
         sampler: chooses tokens.
 
     Attributes:

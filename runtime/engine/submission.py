@@ -30,8 +30,8 @@ class Completion:
         max_model_len: it ends with "length" when it has so many tokens, prompt included.
         eos_token_ids: end-of-sequence ids; empty with ``ignore_eos``.
         detokenizer: None when nobody can ask for text.
-        logprobs: per output token, when asked for.
-        prompt_logprobs: of the prompt's tokens, when asked for.
+        logprobs: per output token, when requested.
+        prompt_logprobs: of the prompt's tokens, when requested.
         num_settled: output tokens whose consequences (an end, if any) are drawn. What was appended beyond
             them when a step was interrupted is sampled again.
         text_error: why its text cannot be given; it counts as ended with an error.
@@ -259,7 +259,7 @@ class Submission:
         is_private: its outputs go to a ``generate`` or ``stream`` call, not to ``step``.
         completions: all that run.
         num_returned: how many of them the caller gets, the best ones; None: all, in their order.
-        reports_logprobs: the caller asked for log-probabilities, they are not only there to find the best.
+        reports_logprobs: the caller requested log-probabilities; they are not only there to rank completions.
         final_only: the caller hears of it when a completion has ended, and not before.
     """
 
@@ -282,7 +282,7 @@ class Submission:
         eos_token_ids: Collection[int],
         grammar: Grammar | None = None,
     ) -> None:
-        """Make the completions that ``params`` asks for, each with its request, and its place in the grammar."""
+        """Create the completions that ``params`` requests, each with its own request and grammar state."""
         asked = params.asked_output
         count = params.num_completions
         if count > params.n:

@@ -12,19 +12,19 @@ T = TypeVar("T")
 
 
 class Turns:
-    """Lets threads act one after the other: whoever asked first acts first.
+    """Lets threads act one after the other, in order of arrival.
 
-    A lock alone is not fair: a thread that gives it back and asks again at once gets it before those who wait. Here
-    everybody holds a lock of their own while they wait and act, and waits for that of whoever asked before (the queue
-    lock of Craig, and of Magnussen, Landin and Hagersten, 1993). That is the order; exclusion is the business of one
-    more lock, which does not depend on it. Both are held by ``with`` statements on locks of C only, which no
-    exception and no Ctrl-C can leave locked.
+    A lock alone is not fair: a thread that releases it and acquires it again at once overtakes waiting threads. Here
+    each thread holds a lock of its own while it waits and acts, and waits for the lock of the thread before it (the
+    queue lock of Craig, and of Magnussen, Landin and Hagersten, 1993). These locks ensure the order. One more lock,
+    independent of them, ensures exclusion. Only ``with`` statements on locks implemented in C hold them, so no
+    exception and no Ctrl-C can leave them locked.
     """
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._acting = threading.RLock()  # re-entrant only to know its owner
-        self._last = threading.Lock()  # of whoever asked last
+        self._last = threading.Lock()  # of the last thread to arrive
 
     @property
     def is_here(self) -> bool:

@@ -1,9 +1,9 @@
 """Built libraries on disk: found by their sources, checked by digest, built once.
 
-A library ``kernels-KEY-COMPILER.so`` lies beside a file ``kernels-KEY-COMPILER.so.sha256``, as ``sha256sum -c`` reads
-it, that also says which compiler built it. Every compiler has a library of its own; where none can be built, without
-a compiler or in a folder that is only read, another one's serves, which was made of the same sources for the same
-processor.
+Next to a library ``kernels-KEY-COMPILER.so`` is a file ``kernels-KEY-COMPILER.so.sha256`` in the format of
+``sha256sum -c``, which also names the compiler that built the library. Every compiler has a library of its own. If
+none can be built, without a compiler or in a read-only folder, the library of another compiler is loaded, built from
+the same sources for the same processor.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Builder:
 
     Attributes:
         version: what it says about itself.
-        build: compiles the library and puts it where it is told to, whole or not at all.
+        build: compiles the library to the given path, as a whole or not at all.
     """
 
     version: str
@@ -121,7 +121,7 @@ def _built(library: Path, builder: Builder) -> ctypes.CDLL:
 
 
 def note_digest(library: Path, builder: str) -> None:
-    """Write the digest of a library that was just built beside it, and who built it."""
+    """Write the digest of a newly built library, and the compiler that built it, to a file next to it."""
     with library.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     noted = digest_file(library)
@@ -138,7 +138,7 @@ def load_checked(
     """Load a library that is as it was built.
 
     Args:
-        library: the file; its digest lies beside it.
+        library: path of the library; the file with its digest is next to it.
         open_file: opens both for reading, or says by an OSError why they are not to be trusted.
 
     Returns:
@@ -177,5 +177,5 @@ def _same_file(descriptor: int, path: Path) -> str:
 
 
 def digest_file(library: Path) -> Path:
-    """The file beside a library that holds its digest."""
+    """Return the path of the file next to a library that holds its digest."""
     return library.with_name(f"{library.name}.sha256")

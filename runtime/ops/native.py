@@ -230,7 +230,7 @@ def _run_compiler(compiler: str, flags: Sequence[str], arguments: Sequence[str])
 
 
 def prebuilt_flags(build: KernelBuild) -> tuple[str, ...]:
-    """What the compiler is told for the library of a build."""
+    """Return the compiler flags for the library of a build."""
     return (*PORTABLE_FLAGS, *build.flags)
 
 

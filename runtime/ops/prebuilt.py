@@ -1,7 +1,7 @@
 """Kernels built ahead for families of processors, which a wheel brings along, and the choice among them.
 
-A library ``kernels-BUILD-KEY.so`` lies in ``prebuilt_kernels`` beside this file, where ``packaging/build_wheel.py``
-puts it. Its key is a digest of the sources and flags that it is made of; its own digest lies beside it, as in
+``packaging/build_wheel.py`` puts a library ``kernels-BUILD-KEY.so`` into the folder ``prebuilt_kernels`` next to this
+file. Its key is a digest of the sources and flags that it is made of; a file next to it holds its own digest, as in
 ``kernel_cache``. An installation from sources has none and builds its own.
 """
 

@@ -58,8 +58,8 @@ def paged_attention_reference(*arguments: Any) -> torch.Tensor:
     never read (their blocks may be in other hands).
 
     Caches of int8 hold ``round(x / s)``, each head of each token with its own scale ``s = max|x| / 127``, and are
-    read as ``stored · s`` (see ``int8_rows``). A NaN or an infinity, which a float cache gives back in its place,
-    makes an int8 cache give back NaN for all of that token's head, and so NaN for whatever attends it.
+    read as ``stored · s`` (see ``int8_rows``). A float cache returns a NaN or an infinity at its own element. An int8
+    cache returns NaN for all of that token's head, and so NaN for whatever attends it.
 
     One sequence at a time; ``batch_invariant`` asks for nothing that it could tell apart.
 

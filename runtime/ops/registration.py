@@ -16,16 +16,16 @@ _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What passes and reports ask about an operator. There are no defaults: whoever adds an operator has to know.
+    """Properties of an operator that passes and reports query. There are no defaults: each operator must state them.
 
     Attributes:
-        over: the operands that a part of a result depends on. "elements": those at its place, after broadcasting.
+        over: the operands that a part of a result depends on. "elements": those at its index, after broadcasting.
             "rows": those in its row of ``[..., rows, features]``, and operands that have no rows. "sequences": those
             of its sequence, as the metadata of a flat step tells. "all": any; it is taken to mix tokens.
         invariant: a token's result has the same bits whatever else is in the batch, for any number of threads; with
             ``batch_invariant=True`` where the schema has that argument.
         kind: what explain counts it as, one of its ``KINDS``; "" for none.
-        spelled_out: in a graph for an NPU its reference may take its place, as ATen operators.
+        spelled_out: in a graph for an NPU its reference may replace it, as ATen operators.
     """
 
     over: Literal["elements", "rows", "sequences", "all"]

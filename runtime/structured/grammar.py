@@ -59,7 +59,7 @@ class Grammar:
 
 
 def compile_grammar(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
-    """Compile what is asked for, or find it among those that were asked for last.
+    """Compile the grammar of a requested output, or return it from the vocabulary's cache.
 
     Raises:
         ValueError: it cannot be enforced, is too large, or allows no text; one line with llguidance's reason.

@@ -37,7 +37,7 @@ class GrammarSource:
 
     Args:
         name: of the field, for messages.
-        asked: what it is made of.
+        asked: the requested output.
 
     Attributes:
         problems: what of its schemas would not be held to although llguidance takes it.

@@ -33,7 +33,7 @@ MAX_KEPT_BYTES = 2**19
 
 
 class Kept:
-    """What was asked for last, by digest; any thread may call it."""
+    """A thread-safe LRU cache of compiled grammars, by digest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Kept:
             return found[0]
 
     def put(self, digest: bytes, entry: Any, size: int) -> None:
-        """Keep something, in place of what was not asked for for longest; ``size`` is that of its source."""
+        """Add an entry and evict the least recently used ones beyond the limits; ``size`` is that of its source."""
         with self._lock:
             self._bytes += size - self._entries.pop(digest, (None, 0))[1]
             self._entries[digest] = (entry, size)

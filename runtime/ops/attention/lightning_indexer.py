@@ -76,7 +76,7 @@ def lightning_indexer_reference(*arguments: Any) -> torch.Tensor:
 
     First every token's key goes to its cache slot; then token i of sequence s, at position
     ``p = seq_lens[s] - n_s + i``, chooses among the positions ``j <= p`` of its sequence. Where a sequence has no
-    more than ``topk`` tokens nothing is scored. There is no kernel beside this: the products are torch's.
+    more than ``topk`` tokens nothing is scored. There is no other kernel: torch computes the products.
 
     Args:
         arguments: the fields of :class:`IndexerArguments`, in order.

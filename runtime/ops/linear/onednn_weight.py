@@ -1,8 +1,8 @@
 """Weights that oneDNN multiplies with: opaque tensors in its blocked layout, and what lies in their memory.
 
-oneDNN takes several times as long for laying a weight out as its memory needs, and puts it on pages of 4 KiB. Where
-its layout for a shape is seen to be one of ours, entry by entry, the weights of that shape are laid out here, on
-huge pages, and oneDNN is told to read them there.
+oneDNN takes several times as long to lay out a weight as the memory traffic needs, and stores it on pages of 4 KiB.
+If its layout for a shape is one of ours, which is checked entry by entry, this module lays out the weights of that
+shape on huge pages, and oneDNN reads them there.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def quantized_linear_reference(
         order: int32 ``[in]``: of column k of a packed weight, the input that it is for; None: k.
         code: of a packed weight, ``"int"``, ``"affine"`` where groups have offsets, or for floats ``"e4m3"`` or
             ``"e2m1"``.
-        input_scale: of inputs of 8 bits whose rounding is given (``InputScale``), beside one scale per output; 0: it
-            follows from them.
+        input_scale: static scale of 8-bit inputs (``InputScale``), for weights with one scale per output; 0: computed
+            from the inputs.
         input_offset: likewise, their offset.
         whole_rows: inputs of 8 bits have one scale for a row, however many groups there are.
 

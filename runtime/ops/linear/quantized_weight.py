@@ -149,7 +149,7 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     """Round a matrix and lay it out for the kernel.
 
     8 bits: symmetric, ``max|w| / 127`` of a group is its scale. 4 bits: numbers from -8 to 7; the scale is the one
-    with the least squared error among 19 places for the group's farthest entry (the search of llama.cpp's k-quants).
+    with the least squared error among 19 values for the group's largest entry (the search of llama.cpp's k-quants).
 
     Args:
         weight: ``[out, in]``, fp32, bf16 or fp16, of any strides, on the CPU.
@@ -197,7 +197,7 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
         form: of the weights.
         input_bits: 16, which inputs keep, or all where weights are floats of 8 bits; 8 or None: 8 where the weights
             were made for inputs of 8 bits with a scale for each row, or ``input_scale``.
-        input_scale: of the inputs, where the format has it beside the weight; without it they keep 16 bits.
+        input_scale: of the inputs, if the format stores it with the weight; without it they keep 16 bits.
     """
     if form.code == "e4m3":
         return Quantization(8, form.group_size, 0, code="e4m3")
@@ -280,7 +280,8 @@ def search_scales(
 
     Args:
         numbers: ``[..., size]`` float32, a group's.
-        far: ``[..., 1]``, the farthest of each group, not 0; 19 places around 8 are tried for it.
+        far: ``[..., 1]``, the number of the largest magnitude in each group, not 0; the search tries 19 values around
+            8 for it.
         importance: what the squared error of a number counts, broadcast over ``numbers``; not negative.
 
     Returns:

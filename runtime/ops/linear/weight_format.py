@@ -55,7 +55,7 @@ class WeightFormat:
     Attributes:
         code: ``"int"``: unsigned numbers, around ``2^(bits - 1)`` where there are no zeros; ``"e2m1"``: floats of 4
             bits (OCP MX); ``"e4m3"``: ``torch.float8_e4m3fn``; ``"affine"``: unsigned numbers whose groups have an
-            offset in floats, in the place of zeros (the k-quants of ggml).
+            offset in floats instead of zeros (the k-quants of ggml).
         bits: of a code, 4 or 8.
         group_size: inputs that share a scale; 0: all.
         scale: dtype of the scales, ``"f32"``, ``"bf16"`` or ``"f16"``: as stored, never rounded again.
@@ -63,7 +63,7 @@ class WeightFormat:
         ordered: the columns of the codes are those of the weight in another order.
         input_bits: 8: its makers meant it for inputs of 8 bits with a scale for each row, taken as they come; 0: for
             inputs as they are.
-        static_inputs: instead of rows' own scales there is an ``InputScale`` beside the weight.
+        static_inputs: the weight comes with an ``InputScale``, which replaces the scales of rows.
     """
 
     code: str

@@ -78,7 +78,7 @@ def npu_clipped_swiglu(
             another one, the rows.
         group_index: int64, rows of each group: only the first ``Σ group_index`` rows are computed, the others are 0
             here and undefined on a device.
-        interleaved: ``a`` and ``b`` are the even and the odd places of that axis, else its first and second half.
+        interleaved: ``a`` and ``b`` are the even and the odd elements of that axis, else its first and second half.
 
     Returns:
         Half the size of ``x`` along ``dim``, contiguous.

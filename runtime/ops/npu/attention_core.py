@@ -89,7 +89,7 @@ def attend(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
 
     Returns:
         The result in the output layout and the dtype of ``query``, contiguous, and ``log Σ exp`` of the scores in
-        fp32 (``[0]`` unless asked for; -inf where a query sees no key). Queries that see no key, and rows behind
+        fp32 (``[0]`` unless requested; -inf where a query sees no key). Queries that see no key, and rows behind
         the length of a sequence, are 0.
 
     Raises:

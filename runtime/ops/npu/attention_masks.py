@@ -81,7 +81,7 @@ def visible_pairs(
 ) -> torch.Tensor | None:
     """Pairs that take part for one sequence, ``[query_length, kv_length]`` of bool; None for all of them.
 
-    ``i`` is a query's place in its sequence, ``j`` a key's, ``last = kv_length - query_length``:
+    ``i`` is a query's position in its sequence, ``j`` a key's, ``last = kv_length - query_length``:
 
     - 0: not hidden, and, if a mask is given, ``i - pre_tokens <= j <= i + next_tokens``;
     - 1: not hidden;

@@ -38,15 +38,15 @@ def npu_grouped_matmul(
         x: one tensor ``[M, K]``; fp16, bf16, fp32 or int8.
         weight: one tensor ``[E, K, N]`` or E tensors ``[K, N]``, the dtype of ``x``, or integers (see ``scale``
             and ``antiquant_scale``); transposed views of floats and int8 are fine.
-        bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``. Beside int8 by int8 it is
-            int32, added to the sums, which are exact. Beside int8 by 4 bits it is fp32, must be given, and stands for
-            what the operator takes off: ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum
+        bias: one ``[E, N]`` or E tensors ``[N]``; fp32 for bf16, else the dtype of ``x``. For int8 by int8 it is
+            int32, added to the sums, which are exact. For int8 by 4 bits it is fp32, must be given, and makes up for
+            what the operator subtracts: ``((x - 8) @ w · scale + bias) · per_token_scale``; right is 8 times the sum
             of an output's weights, times its scale.
-        scale: beside int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. Beside int8
-            inputs and matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``) one int64 ``[E, 1, N]``, or
+        scale: for int8 inputs and matrices, one ``[E, N]``: bf16 for results of bf16, else fp32. For int8 inputs and
+            matrices of 4 bits (int32 ``[E, K, N / 8]``, see ``int4``), one int64 ``[E, 1, N]``, or
             ``[E, K / 256, N]`` where 256 inputs share one, that holds the bits of fp32.
-        per_token_scale: beside int8 inputs, one fp32 ``[M]``.
-        antiquant_scale: beside fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
+        per_token_scale: for int8 inputs, one fp32 ``[M]``.
+        antiquant_scale: for fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
             ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.
         antiquant_offset: likewise, of the same shape: ``(w + offset) · scale`` is the matrix. Must be given.
         group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.

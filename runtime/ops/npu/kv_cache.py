@@ -99,7 +99,7 @@ def npu_scatter_nd_update_(input: torch.Tensor, indices: torch.Tensor, updates: 
 
     Args:
         input: written and returned.
-        indices: int32 or int64 ``[..., a]``, places in the first ``a`` dims of ``input``.
+        indices: int32 or int64 ``[..., a]``, indices into the first ``a`` dims of ``input``.
         updates: ``indices.shape[:-1] + input.shape[a:]``, the dtype of ``input``.
 
     Raises:

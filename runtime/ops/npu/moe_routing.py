@@ -31,7 +31,7 @@ def npu_moe_init_routing_v2(
     active_expert_range: Sequence[int],
     row_idx_type: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sorts the tokens' choices by expert (stable) and copies each token to the places of its experts.
+    """Sorts the tokens' choices by expert (stable) and copies each token to the rows of its experts.
 
     Args:
         x: ``[T, H]``.

@@ -44,7 +44,8 @@ def npu_kv_rmsnorm_rope_cache_v2(
         kv: ``[B, 1, S, C + R]`` bf16 or fp16 (a device takes C = 512, R = 64; with ``v`` 192 columns).
         gamma: ``[C]``.
         cos, sin: ``[B, 1, S, R]``.
-        index: int64. "Norm": ``[B, S]``, places in each row of the caches. Paged: ``[B·S]`` slots. Negative: skipped.
+        index: int64. "Norm": ``[B, S]``, positions in each row of the caches. Paged: ``[B·S]`` slots. Negative:
+            skipped.
         k_cache, ckv_cache: written; "Norm" ``[B, 1, L, D]``, paged ``[blocks, block size, 1, D]``, which in mode
             "PA_NZ" holds ``[blocks, D/16, block size, 16]`` (32 for int8). The dtype of ``kv``, or int8.
         k_rope_scale, c_kv_scale: fp32 ``[D]`` for int8 caches: ``rint(value · scale)``.

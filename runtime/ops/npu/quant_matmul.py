@@ -44,7 +44,7 @@ def npu_quant_matmul(
         pertoken_scale: fp32 ``[M]``.
         bias: ``[N]``, int32: added to the sums; else behind the scales: fp32, or of the result's dtype.
         output_dtype: 15 bf16, 5 fp16, 3 int32 (the sums), 6 fp32 (to compare); None and 1 are int8.
-        group_sizes: ``[0, 0, 256]`` beside 4 bits: without it the operator takes no scales of groups. Else None.
+        group_sizes: ``[0, 0, 256]`` for 4 bits: without it the operator takes no scales of groups. Else None.
 
     Returns:
         ``[..., M, N]``.

@@ -54,7 +54,7 @@ def npu_quantize(
     """``rint(input / scales + zero_points)``, or ``rint(input · scales + zero_points)`` without ``div_mode``.
 
     Args:
-        scales: one entry, one for each place of ``axis``, or (without ``div_mode``) the rank of ``input`` with 1 in
+        scales: one entry, one for each index of ``axis``, or (without ``div_mode``) the rank of ``input`` with 1 in
             every dim but ``axis``.
         zero_points: the shape of ``scales``.
         dtype: 1 or 12 int8, 0 or 13 uint8, 3 or 14 int32.

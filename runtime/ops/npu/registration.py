@@ -60,7 +60,7 @@ def register(operators: Iterable[Operator]) -> None:
 
     torch_npu, if it can be imported, is imported here first: it aborts the process when it finds one of its
     operators defined by somebody else. With it, only CPU kernels are added, and fakes where it has none. Without
-    it, the operator is defined from its vendor schema, and an in-place operator is functionalised as torch_npu does
+    it, the operator is defined from its vendor schema, and an in-place operator is functionalized as torch_npu does
     it: ahead-of-time tracing emits the ``functional`` operator and a ``copy_``.
     """
     import_torch_npu()

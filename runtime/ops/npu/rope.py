@@ -18,7 +18,7 @@ def rotated_half(x: torch.Tensor) -> torch.Tensor:
 
 
 def deinterleaved(x: torch.Tensor) -> torch.Tensor:
-    """The even places of the last dim, then the odd ones."""
+    """Return the even elements of the last dim, then the odd ones."""
     return torch.cat([x[..., ::2], x[..., 1::2]], -1)
 
 
@@ -93,7 +93,7 @@ def npu_apply_rotary_pos_emb(
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a head of other sizes than 64 and 128.
-        NotImplementedError: layouts and modes beside "BSND" and "half".
+        NotImplementedError: layouts and modes other than "BSND" and "half".
     """
     results = [rotated(widened(x), cos, sin).to(x.dtype).contiguous() for x in (query, key)]
     for x, result in zip((query, key), results, strict=True):

@@ -45,8 +45,8 @@ def npu_lightning_indexer(
         sparse_mode: 3: a query sees no key behind it, where both end together; 0: it sees all.
 
     Returns:
-        ``[T, 1, K]`` or ``[B, S, 1, K]`` int32: places in the sequence, the best first (of equal ones the first; the
-        device's choice is not documented), then -1 where a query sees fewer keys. The golden test has keys there
+        ``[T, 1, K]`` or ``[B, S, 1, K]`` int32: positions in the sequence, the best first (of equal ones the first;
+        the device's choice is not documented), then -1 where a query sees fewer keys. The golden test has keys there
         that the query does not see; the kernel writes -1. And an empty tensor.
 
     Raises:
@@ -100,7 +100,7 @@ def npu_sparse_flash_attention(
             512 and R is 64.
         key: ``[blocks, block size, 1, D]`` ("PA_BSND"), ``[T, 1, D]`` or ``[B, S, 1, D]``; key_rope likewise.
         value: what ``key`` is; not read.
-        sparse_indices: int32 ``[T, 1, K]`` or ``[B, S, 1, K]``, places in the sequence. From the first -1 on none
+        sparse_indices: int32 ``[T, 1, K]`` or ``[B, S, 1, K]``, positions in the sequence. From the first -1 on none
             counts.
         scale_value: of the scores.
         block_table, actual_seq_lengths_query, actual_seq_lengths_kv: as for :func:`npu_lightning_indexer`.
@@ -112,7 +112,7 @@ def npu_sparse_flash_attention(
         like ``query``, zeros where no key is read, and two empty tensors.
 
     Raises:
-        ValueError: shapes, dtypes, layouts, places or lengths that do not fit.
+        ValueError: shapes, dtypes, layouts, positions or lengths that do not fit.
         NotImplementedError: blocks of several tokens, ``return_softmax_lse``.
     """
     assert query_rope is not None and key_rope is not None

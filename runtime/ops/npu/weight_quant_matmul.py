@@ -27,7 +27,7 @@ def npu_weight_quant_batchmatmul(
         weight: int8 ``[K, N]``, any strides; or int32 ``[K, N / 8]`` of 4 bits (see ``int4``), contiguous.
         antiquant_scale: of the dtype of ``x``; ``[N]``, ``[1, N]`` or ``[1]``, or ``[⌈K / group⌉, N]``.
         antiquant_offset: of the same shape and dtype; added before the scale. None: 0.
-        bias: ``[N]``, fp32 beside bf16, else of the dtype of ``x``.
+        bias: ``[N]``, fp32 for bf16 inputs, else of the dtype of ``x``.
         antiquant_group_size: inputs that share a scale, a multiple of 32 below K; 0: all.
         inner_precise: 0.
 
