@@ -60,8 +60,8 @@ def plan(
 ) -> None:
     """Show how a memory divides into weights, activations and KV cache, and how many sequences fit at once.
 
-    Only the configuration is read, and the weights of a quantized checkpoint, which tell their formats. Beside the
-    paged cache stands contiguous allocation, where each sequence reserves --max-model-len tokens. Exit status: 0, 1
+    It reads only the configuration, and the weights of a quantized checkpoint for their formats. It compares the
+    paged cache with contiguous allocation, where each sequence reserves --max-model-len tokens. Exit status: 0, 1
     when the model does not fit, 2 for a mistake in the arguments or a model that cannot be served.
     """
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""Reading how the installed torch was built, without an import: beside the wrong one torch_npu ends the process."""
+"""Reads how the installed torch was built, without an import: with the wrong build torch_npu ends the process."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ GENERATION_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/re
 
 
 class GateMiddleware:
-    """Reserves a place for a generation request, or refuses it.
+    """Reserves room for a generation request, or refuses it.
 
-    A full server refuses as soon as it has the headers. Otherwise the place is reserved once the body is complete, so
-    slow senders hold none. The request's watch and place are ``scope["state"]["watch"]`` and ``["place"]``.
+    A full server refuses as soon as it has the headers. Otherwise it reserves room once the body is complete, so slow
+    senders hold none. The request's watch and reservation are ``scope["state"]["watch"]`` and ``["place"]``.
 
     Args:
         app: the inner application.
