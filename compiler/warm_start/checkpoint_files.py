@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class CheckpointFiles:
             tensors that a float checkpoint would hold behind their names, those weights as ``StoredWeight``. None for
             a float checkpoint.
         raw: of files of another kind, a function that maps their tensors and raises ``ValueError`` where it cannot.
+        known: digests of the tensors, by what the system says of the files.
     """
 
     weights: Sequence[str]
@@ -39,6 +40,7 @@ class CheckpointFiles:
     dtype: torch.dtype | None = None
     read: Callable[[torch.dtype], Iterable[tuple[str, torch.Tensor]]] | None = None
     raw: Callable[[], dict[str, torch.Tensor]] | None = None
+    known: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors of all files by name, in the files' dtypes, mapped anew: a program takes the data of its own.
@@ -69,25 +71,32 @@ class CheckpointFiles:
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of
         the tensors where they are quantized."""
+        stats = map(os.stat, self.weights)
+        state = tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+        if state not in self.known:  # a first start asks twice
+            self.known[state] = self._digest()
+        return {"texts": dict(self.texts), "dtype": str(self.dtype), "tensors": self.known[state]}
+
+    def _digest(self) -> str:
         digest = hashlib.sha256()
         tensors = self.tensors()
         if self.read is None:
             for name, tensor in tensors.items():
                 digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
                 update_samples(digest, tensor)
-        else:
-            pages = FilePages(tensors.values())
+            return digest.hexdigest()
+        pages = FilePages(tensors.values())
 
-            def hashed(tensor: torch.Tensor) -> str:
-                found = tensor_digest(tensor)
-                pages.drop(tensor.data_ptr(), tensor.nbytes)
-                return found
+        def hashed(tensor: torch.Tensor) -> str:
+            found = tensor_digest(tensor)
+            pages.drop(tensor.data_ptr(), tensor.nbytes)
+            return found
 
-            with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-                wholes = pool.map(hashed, tensors.values())
-                for (name, tensor), whole in zip(tensors.items(), wholes, strict=True):
-                    digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{whole}\0".encode())
-        return {"texts": dict(self.texts), "dtype": str(self.dtype), "tensors": digest.hexdigest()}
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            wholes = pool.map(hashed, tensors.values())
+            for (name, tensor), whole in zip(tensors.items(), wholes, strict=True):
+                digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{whole}\0".encode())
+        return digest.hexdigest()
 
 
 def sample_digest(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> str:

@@ -1,4 +1,4 @@
-"""Hashing a checkpoint takes no more memory than what is being hashed."""
+"""Checkpoints are hashed once for as long as their files are the same, in no more memory than what is being hashed."""
 
 from __future__ import annotations
 
@@ -40,3 +40,19 @@ def test_what_was_hashed_leaves_memory(tmp_path: Path, monkeypatch: pytest.Monke
     said = files.contents()
     assert len(resident) == len(codes) and max(resident) - min(resident) < 8 * MIB
     assert files.contents() == said
+    assert len(resident) == len(codes)
+
+
+@pytest.mark.parametrize("replaces", [False, True], ids=["written over", "another file"])
+def test_files_that_changed_are_hashed_anew(replaces: bool, tmp_path: Path) -> None:
+    """In as many bytes, while nobody waits."""
+    path = tmp_path / "model.safetensors"
+    save_file({"codes": torch.zeros(MIB, dtype=torch.uint8)}, path)
+    files = CheckpointFiles([str(path)], {}, read=lambda dtype: [])
+    said = files.contents()
+    save_file({"codes": torch.ones(MIB, dtype=torch.uint8)}, tmp_path / "other")
+    if replaces:
+        os.replace(tmp_path / "other", path)
+    else:
+        path.write_bytes((tmp_path / "other").read_bytes())
+    assert files.contents() != said
