@@ -121,7 +121,8 @@ def build_unpacked(
 ) -> Built:
     """The first part of ``build_program``, up to packing the weights for a CPU, with a definite target.
 
-    ``reference`` is compared with, unless nothing is; by default the model itself, run on its device.
+    ``reference`` is compared with, unless nothing is; by default the model itself, run on its device. With
+    ``owns_weights`` the program may run only after the second part.
     """
     report = CompileReport(type(model).__name__) if report is None else report
     if (config := getattr(model, "config", None)) is not None:
@@ -156,13 +157,19 @@ def build_unpacked(
             log.warning("%s: %s", report.model, remark)
         switch = traced.notes.rope_switch
         restart = None if switch is None else restart_length(model, switch)
-        linked = functools.partial(link, traced, report=report, restart_length=restart)
+        inductor = traced.npu is None and options.uses_inductor(
+            sum(p.numel() for p in model.parameters()), is_fusible(traced)
+        )
+        # What is packed before anything runs it need not be merged first.
+        merge = not owns_weights or inductor or traced.npu is not None or not options.packs
+        linked = functools.partial(link, traced, report=report, restart_length=restart, merge=merge)
         shallow = None
         if references.shallow is not None:
-            shallow = link(rewritten.captured, call_kernels(rewritten.captured)), references.shallow
+            of_few = link(rewritten.captured, call_kernels(rewritten.captured), merge=merge)
+            shallow = of_few, references.shallow
         if traced.npu is not None:
             program = _link_for_npu(linked, traced, options, reference, report, owns_weights)
-        elif options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced)):
+        elif inductor:
             # Until weights are rounded and packed, every product would round its own.
             unpacked = options.quantization or has_stored_parameters(model)
             program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
@@ -213,7 +220,7 @@ def finish(built: Built, *, owns_weights: bool) -> None:
         return
     report = built.program.report
     with timed(report.seconds):
-        if built.options.pack_weights or built.options.quantization or built.program.has_stored_weights:
+        if built.options.packs or built.program.has_stored_weights:
             _pack(built, report, owns_weights)
         if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
             verdict = built.check()

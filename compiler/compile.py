@@ -86,7 +86,7 @@ def compile_program(
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
 
-    built = build_unpacked(model, options)
+    built = build_unpacked(model, options, owns_weights=owns_weights and options.target == "cpu")
     if options.target == "cpu" and options.verify != "off":
         check_kernels()
     data = None
@@ -166,14 +166,14 @@ def _of_record(
     if stored is None or stored.reference is None:
         return None
     try:
-        program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not _packs(options))
+        program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not options.packs)
         reference = stored.reference.reference()
     except Exception as error:
         log.warning("cannot use the stored program %s (%s); loading the model's class", record.program, error)
         store.discard(name)
         return None
     check_kernels()
-    if _packs(options) or program.has_stored_weights:
+    if options.packs or program.has_stored_weights:
         program.pack_weights(release=True)
     verdict = check(program, reference, weight_bits=program.weight_bits)
     if not verdict.ok:
@@ -182,10 +182,6 @@ def _of_record(
         store.discard(record.program)
         return None
     return program
-
-
-def _packs(options: CompileOptions) -> bool:
-    return bool(options.pack_weights or options.quantization)
 
 
 def _not_stored(options: CompileOptions) -> str:
@@ -231,7 +227,7 @@ def _stored(
             log.warning("the stored program %s does not match the model: %s; recompiling", key, verdict.reason)
             store.discard(key)
             return None
-    if _packs(options) or packs_first:
+    if options.packs or packs_first:
         program.pack_weights(release=release)
     if reference is not None and packs_first:
         verdict = check(program, reference, weight_bits=program.weight_bits)

@@ -143,6 +143,11 @@ class CompileOptions(Choices):
         return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann, tried_on)
 
     @property
+    def packs(self) -> bool:
+        """True if the options request packed weights."""
+        return bool(self.pack_weights or self.quantization)
+
+    @property
     def cache_dtype(self) -> torch.dtype | None:
         """The dtype that ``kv_cache_dtype`` names; None for that of keys and values."""
         return torch.int8 if self.kv_cache_dtype == "int8" else None

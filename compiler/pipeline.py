@@ -31,7 +31,7 @@ from .targets.npu.dtype_advice import dtype_advice
 from .tolerance import HALF
 from .verify import dump
 from .verify.fake_values import propagate
-from .verify.graph_check import can_check, check_graph, check_stored, measure_rounding
+from .verify.graph_check import can_check, check_graph, check_own_weights, measure_rounding, on_cpu
 from .verify.long_windows import check_decoded_windows, check_long_windows
 from .verify.paging import check_paging
 from .verify.self_check import Reference, check
@@ -329,8 +329,8 @@ def _stored(traced: TracedGraph) -> bool:
 @phase("verify")
 def _over_own_weights(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
     """Compare a graph with the model."""
-    if _stored(traced):
-        return check_stored(traced, reference, alone=alone)
+    if _stored(traced) or (traced.npu is None and on_cpu(traced)):
+        return check_own_weights(traced, reference, alone=alone)
     return check(link(traced, traced.module), reference, alone=alone)
 
 

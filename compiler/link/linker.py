@@ -25,7 +25,7 @@ from ..targets.npu.route import Route
 from ..targets.npu.warm_up.warm_up import warm_up
 from ..tolerance import Tolerance
 from ..weights.file_pages import FilePages
-from ..weights.merged_weights import link_merged_weights, merge_rows
+from ..weights.merged_weights import merge_inputs, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
 
@@ -36,6 +36,7 @@ def link(
     report: CompileReport | None = None,
     *,
     restart_length: int | None = None,
+    merge: bool = True,
 ) -> LinkedProgram:
     """The program of a rewritten graph that ``run`` was made from.
 
@@ -46,9 +47,17 @@ def link(
         run: function of its inputs.
         report: how it was compiled.
         restart_length: see ``Linkage``.
+        merge: merge all rows now; else those that are packed stay where they are, and packing has to come first.
     """
-    link_merged_weights(traced)
-    return LinkedProgram(Linkage.of(traced, restart_length), traced.constants, run, report)
+    linkage = Linkage.of(traced, restart_length)
+    merge_linked(linkage, traced.constants, packed=merge)
+    return LinkedProgram(linkage, traced.constants, run, report)
+
+
+def merge_linked(linkage: Linkage, constants: dict[str, torch.Tensor], *, packed: bool) -> None:
+    """Merge the rows of a program's inputs (see ``merged_weights``), of those that are packed only if ``packed``."""
+    later = () if packed else {weight.name for weight in linkage.packed}
+    merge_inputs({name: rows for name, rows in linkage.merged.items() if name not in later}, constants)
 
 
 class LinkedProgram:

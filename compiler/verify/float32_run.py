@@ -215,7 +215,7 @@ def _multiply(node: fx.Node, runs: _Runs, widens: bool) -> bool:
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear``; in float32 by oneDNN on x86, where MKL, which torch would call, is half as fast on AMD processors."""
+    """``linear``; in float32 on x86 by oneDNN: MKL, which torch would call, is half as fast on AMD processors."""
     if _ONEDNN and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous():
         bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

@@ -83,7 +83,6 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
     Returns:
         the verdict of the run that shows the larger error.
     """
-    link_merged_weights(rewritten)
     verdicts = []
     for weights in (LARGE, SMALL):
         verdict = _compare(original, rewritten, weights, alone=alone, seed=0)
@@ -101,8 +100,9 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
 
 
 @phase("verify")
-def check_stored(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
-    """``self_check.check`` of a graph over weights as a checkpoint stores them: each is unpacked once for all steps.
+def check_own_weights(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
+    """``self_check.check`` of a graph over the model's own weights where they lie: each is read once for all steps,
+    stored ones are unpacked then, and rows of merged ones are multiplied one after the other.
 
     Args:
         traced: as passes made it, before its weights are packed.
@@ -132,6 +132,7 @@ def own_steps(
         reference: what to run and what is right.
         decode: a graph of the same inputs that runs steps of one token per sequence.
     """
+    link_merged_weights(traced)
     constants = _own_constants(traced)
     run: Run = NodeByNode(traced.module, _kept(constants))
     if decode is not None:
@@ -144,9 +145,8 @@ def own_steps(
 
 
 def _own_constants(traced: TracedGraph) -> dict[str, Any]:
-    link_merged_weights(traced)
     traced.recompile()
-    constants = _unpacked(traced.constants)
+    constants = {name: Unpacked(w) if _is_matrix(w) else w for name, w in traced.constants.items()}
     for name, sources in traced.notes.merged.items():
         if name not in constants:
             constants[name] = Rows([constants[source] for source in sources])
@@ -163,7 +163,7 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
         captured: the graph.
         reference: of the layers that were captured; its ``tolerance`` and ``share`` are set.
     """
-    if reference.dtype not in HALF or not _on_cpu(captured.traced):
+    if reference.dtype not in HALF or not on_cpu(captured.traced):
         return
     traced, tokens = captured.traced, reference.tokens[-1]
     (rounded,) = own_logits(traced, [tokens])
@@ -188,10 +188,11 @@ def _is_matrix(weight: Any) -> bool:
 
 def can_check(traced: TracedGraph) -> bool:
     """True if a graph can run in float32: on the host, over caches that round nothing."""
-    return _on_cpu(traced) and not any(spec.has_scales for spec in traced.caches)
+    return on_cpu(traced) and not any(spec.has_scales for spec in traced.caches)
 
 
-def _on_cpu(traced: TracedGraph) -> bool:
+def on_cpu(traced: TracedGraph) -> bool:
+    """True if a graph runs on the host."""
     return bool(value(traced.placeholder(traced.input_ids)).device.type == "cpu")
 
 
@@ -337,7 +338,7 @@ def _in_float32(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Unpacked(Deferred):
-    """A stored weight in its dtype.
+    """A weight in its dtype.
 
     Attributes:
         weight: it.

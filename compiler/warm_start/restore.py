@@ -12,11 +12,10 @@ from torch import nn
 from ...passes import TracedGraph
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..link.linkage import Linkage
-from ..link.linker import LinkedProgram
+from ..link.linker import LinkedProgram, merge_linked
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
 from ..verify.self_check import SHORT_SCHEDULE, Reference
-from ..weights.merged_weights import merge_inputs
 from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
 
@@ -137,8 +136,7 @@ def restore(stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: 
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
     run = kernel_calls(module)
-    later = () if merge else {packed.name for packed in linkage.packed}
-    merge_inputs({name: rows for name, rows in linkage.merged.items() if name not in later}, constants)
+    merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
     return LinkedProgram(linkage, constants, run, stored.report)
 

@@ -1,4 +1,5 @@
-"""Checks of programs over quantized checkpoints: what they find, and how often they unpack the weights."""
+"""Checks of graphs over the model's own weights: what they find, and how often they unpack those of a quantized
+checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from torch_pagoda.compiler.capture.layer_repeat import LayerRepeat
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.verify.graph_check import check_graph, check_stored
+from torch_pagoda.compiler.verify.graph_check import check_graph, check_own_weights
 from torch_pagoda.compiler.verify.self_check import reference_of_model
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
@@ -35,11 +36,12 @@ Loaded = Callable[..., Any]
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> Loaded:
-    """A function of a format and a number of layers: a tiny llama whose weights are stored so."""
+    """A function of a format, "" for none, and a number of layers: a tiny llama whose weights are stored so."""
 
     def load(name: str, depth: int) -> Any:
         build_tiny_model("llama", num_hidden_layers=depth).save_pretrained(tmp_path / "model")
-        quantize_folder(tmp_path / "model", name)
+        if name:
+            quantize_folder(tmp_path / "model", name)
         return load_model(tmp_path / "model", "float32", False, torch.device("cpu"))
 
     return load
@@ -87,11 +89,13 @@ def test_layers_that_are_stored_otherwise_are_other_layers(loaded: Loaded) -> No
     assert again is None or again.kept == DEPTH
 
 
-@pytest.fixture
-def graphs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, TracedGraph, Any]:
+@pytest.fixture(params=["ct-w4a16-asym", ""])
+def graphs(
+    request: pytest.FixtureRequest, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, TracedGraph, Any]:
     """The captured and the rewritten graph of a model with one layer, before its weights are packed; its logits."""
     monkeypatch.setattr(pipeline, "_hold_weights", lambda *_: None)
-    model = loaded("ct-w4a16-asym", 1)
+    model = loaded(request.param, 1)
     found = capture(model)
     traced = run_pipeline(found, PLAIN, None, CompileReport("llama"))
     return found, traced, reference_of_model(model)
@@ -99,9 +103,10 @@ def graphs(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Traced
 
 def test_a_right_graph_is_right(graphs: tuple[Any, TracedGraph, Any]) -> None:
     found, traced, reference = graphs
-    verdict = check_stored(traced, reference)
+    verdict = check_own_weights(traced, reference)
     assert verdict.ok and verdict.rows == sum(map(len, reference.tokens)), verdict
     assert check_graph(found.traced, traced).ok
+    assert not traced.notes.merged.keys() & traced.constants.keys(), "no rows were copied"
 
 
 def scale(traced: TracedGraph) -> None:
@@ -117,17 +122,20 @@ def exchange(traced: TracedGraph) -> None:
             notes.merged[name] = sources[::-1]
 
 
-def shift_zeros(traced: TracedGraph) -> None:
-    """A weight of the rewritten graph is read with zeros that are one too large."""
-    name = next(n for n, t in traced.constants.items() if isinstance(t, StoredWeight) and "down" in n)
+def change_weight(traced: TracedGraph) -> None:
+    """A weight of the rewritten graph is read with zeros that are one too large, or 1 % too large itself."""
+    name = next(n for n in traced.constants if "down" in n)
     weight = traced.constants[name]
-    assert isinstance(weight, StoredWeight) and weight.zeros is not None
-    traced.constants[name] = weight.replaced(zeros=weight.zeros + 1)
+    if isinstance(weight, StoredWeight):
+        assert weight.zeros is not None
+        traced.constants[name] = weight.replaced(zeros=weight.zeros + 1)
+    else:
+        traced.constants[name] = nn.Parameter(weight * 1.01, requires_grad=False)
 
 
-@pytest.mark.parametrize("mistake", [scale, exchange, shift_zeros])
+@pytest.mark.parametrize("mistake", [scale, exchange, change_weight])
 def test_mistakes_are_seen(mistake: Callable[[TracedGraph], None], graphs: tuple[Any, TracedGraph, Any]) -> None:
     _, traced, reference = graphs
     assert traced.notes.merged
     mistake(traced)
-    assert not check_stored(traced, reference).ok
+    assert not check_own_weights(traced, reference).ok

@@ -1,4 +1,4 @@
-"""Checkpoints are hashed once for as long as their files are the same, in no more memory than what is being hashed."""
+"""Checkpoints are hashed once while their files are the same, in no more memory than what is being hashed."""
 
 from __future__ import annotations
 
