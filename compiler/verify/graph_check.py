@@ -149,7 +149,7 @@ def _own_constants(traced: TracedGraph) -> dict[str, Any]:
     constants = {name: Unpacked(w) if _is_matrix(w) else w for name, w in traced.constants.items()}
     for name, sources in traced.notes.merged.items():
         if name not in constants:
-            constants[name] = Rows([constants[source] for source in sources])
+            constants[name] = Rows([Unpacked(traced.constants[source]) for source in sources])
     return constants
 
 

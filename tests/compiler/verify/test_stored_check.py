@@ -109,6 +109,15 @@ def test_a_right_graph_is_right(graphs: tuple[Any, TracedGraph, Any]) -> None:
     assert not traced.notes.merged.keys() & traced.constants.keys(), "no rows were copied"
 
 
+def test_rows_of_biases_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_hold_weights", lambda *_: None)
+    model = build_tiny_model("qwen2").bfloat16()
+    traced = run_pipeline(capture(model), PLAIN, None, CompileReport("qwen2"))
+    assert any(traced.constants[sources[0]].dim() == 1 for sources in traced.notes.merged.values())
+    verdict = check_own_weights(traced, reference_of_model(model))
+    assert verdict.ok, verdict
+
+
 def scale(traced: TracedGraph) -> None:
     for node in list(paged_attention_nodes(traced)):
         node.args = (*node.args[:11], node.args[11] * 3.0, *node.args[12:])
