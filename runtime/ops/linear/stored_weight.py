@@ -27,6 +27,9 @@ _ARGUMENTS = struct.Struct("=19q")
 
 _MOST_AT_ONCE = 1 << 20
 """Weights that are computed together."""
+_BYTES_AT_ONCE = 2 << 20
+"""Of a weight that is unpacked for a product."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class StoredWeight(torch.Tensor):
@@ -360,7 +363,37 @@ def _unsqueeze(x: StoredWeight, dim: int) -> StoredWeight | None:
     return x.each(lambda part: part.unsqueeze(0)) if dim == 0 else None
 
 
+def _t(x: StoredWeight) -> StoredWeight | None:
+    return _transpose(x, 0, 1) if x.dim() == 2 else None
+
+
+def _mm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    return _product(x, weight, lambda rows, at: torch.mm(x, rows.t()))
+
+
+def _addmm(bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    if type(bias) not in _PLAIN or bias.shape != weight.shape[1:]:
+        return None
+    return _product(x, weight, lambda rows, at: torch.addmm(bias[at], x, rows.t()))
+
+
+def _product(
+    x: torch.Tensor, weight: torch.Tensor, multiply: Callable[[torch.Tensor, slice], torch.Tensor]
+) -> torch.Tensor | None:
+    """The product with a transposed weight, whose rows are unpacked some at a time; None for other operands. Memory
+    for all of a large one would go back to the system behind it, which clears it for the next."""
+    if type(x) not in _PLAIN or not isinstance(weight, StoredWeight) or not weight.transposed:
+        return None
+    rows = weight.replaced(transposed=False)
+    count = max(1, _BYTES_AT_ONCE // (rows.shape[1] * rows.element_size()))
+    at = [slice(first, first + count) for first in range(0, len(rows), count)]
+    return torch.cat([multiply(as_dense(rows[part]), part) for part in at], -1)
+
+
 _MOVES: dict[Any, Callable[..., Any]] = {
+    _aten.t.default: _t,
+    _aten.mm.default: _mm,
+    _aten.addmm.default: _addmm,
     _aten.detach.default: _same,
     _aten.alias.default: _same,
     _aten.clone.default: _clone,

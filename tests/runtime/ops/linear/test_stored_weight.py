@@ -186,6 +186,23 @@ def test_a_product_is_that_of_the_dense_weight() -> None:
         assert torch.equal(F.linear(x, weight), F.linear(x, weight.dense()))  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_product_unpacks_some_rows_at_a_time(
+    with_bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = stored_weight("int4/g32/f16+z", 96, 64).replaced(dtype=dtype)
+    x, bias = torch.randn(2, 3, 64).to(dtype), torch.nn.Parameter(torch.randn(96).to(dtype)) if with_bias else None
+    whole, made = weight.dense(), []
+    dense = StoredWeight.dense
+    monkeypatch.setattr(StoredWeight, "dense", lambda self: made.append(tuple(self.shape)) or dense(self))
+    monkeypatch.setattr("torch_pagoda.runtime.ops.linear.stored_weight._BYTES_AT_ONCE", 40 * 64 * dtype.itemsize)
+    with torch.no_grad():
+        found = F.linear(x, torch.nn.Parameter(weight, requires_grad=False), bias)
+    assert made == [(40, 64), (40, 64), (16, 64)]
+    torch.testing.assert_close(found, F.linear(x, whole, bias))
+
+
 def test_it_is_not_written_to() -> None:
     with pytest.raises(RuntimeError, match="writes into a weight stored as int4/row/bf16"):
         stored_weight("int4/row/bf16").mul_(2)
