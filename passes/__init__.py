@@ -21,6 +21,7 @@ from .lower.npu.experts.moe import lower_npu_moe
 from .lower.npu.experts.quantized_experts import quantize_npu_experts
 from .lower.npu.latent.attention import absorb_latent_attention
 from .lower.npu.linears import lower_npu_linears
+from .lower.npu.mix_dtypes import mix_dtypes
 from .lower.npu.norms import lower_npu_norms
 from .lower.npu.quantized.fuse_quantization import fuse_npu_quantization
 from .lower.npu.quantized.quantized_linears import quantize_npu_linears
@@ -172,6 +173,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_products", split_products, "aten", target="npu"),
     Pass("spell_out_complex", spell_out_complex, "aten", required=False, target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
+    # Reads the sums of the formulas, too.
+    Pass("mix_dtypes", mix_dtypes, "aten", level=1, required=False, target="npu"),
     # Once more: taps of convolutions as their sums take them.
     Pass("fold_constants", fold_constants, "aten", level=1, required=False, target="npu", place="lowering"),
     # Once more: every layer has made its own layout of the rotary tables.

@@ -5,7 +5,7 @@ Matches:
     clone(part), ...                                      # of every part of a split, where calls are captured
 Becomes:
     split_with_sizes(y, [n1, n2 - n1, ...], dim)
-    split_with_sizes_copy(y, ...)
+    split_with_sizes_copy(y, ...)                         # where calls are captured, and no copy of a part again
 Why it is faster:
     one split is one launch, each slice or copy another.
 
@@ -20,6 +20,7 @@ import operator
 import torch
 from torch import fx
 
+from ...graph.data_movement import RESHAPES
 from ...graph.fx_nodes import callee, shape
 from ...graph.record import PassRecord
 from ...graph.rewrite_each import rewrite_each
@@ -56,9 +57,25 @@ def split_products(traced: TracedGraph) -> PassRecord:
             items = [traced.call(operator.getitem, whole, i) for i in range(len(spans))]
         for user, found in zip(slices, cuts, strict=True):
             traced.substitute(user, items[spans.index((found.start, found.end))])
+        if captures:
+            for item in items:
+                _copied_once(traced, item)
         return ""
 
     return rewrite_each(traced, "split_products", step)
+
+
+def _copied_once(traced: TracedGraph, part: fx.Node) -> None:
+    """Drop the copy of a part that is one, where nothing else reads it."""
+    node = part
+    while len(node.users) == 1:
+        (user,) = node.users
+        if callee(user) == "clone":
+            traced.substitute(user, node)
+            return
+        if callee(user) not in RESHAPES:
+            return
+        node = user
 
 
 def _copied_at_once(traced: TracedGraph, split: fx.Node) -> str | None:

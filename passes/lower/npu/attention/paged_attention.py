@@ -102,7 +102,8 @@ class _PagedAttention:
         if _rotates_norms(self.query) and _rotates_norms(self.key):
             self.site.refuse(
                 "npu.npu_qkv_rms_norm_rope_cache",
-                "its caches are NZ, which the attention kernel reads in int8 or with heads of 512 dims alone",
+                "its number of tokens is fixed when the graph is made, and documents disagree whether the attention "
+                "kernel reads the 16-bit caches in FRACTAL_NZ that it writes",
             )
         route = self._route()
         if self.key_cache not in self.routes:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch_pagoda.passes.graph.fx_nodes import is_tensor, shape, value
 from torch_pagoda.passes.lower.npu.activations import lower_npu_activations
 from torch_pagoda.passes.lower.npu.linears import lower_npu_linears
+from torch_pagoda.passes.lower.npu.mix_dtypes import mix_dtypes
 from torch_pagoda.passes.lower.npu.norms import lower_npu_norms
 from torch_pagoda.passes.lower.npu.sink_transposes import sink_transposes
 from torch_pagoda.passes.lower.npu.spell_out_complex import spell_out_complex
@@ -245,6 +246,46 @@ def test_slices_that_tile_are_one_split(cut, splits):
 
     graph, record = lowered(split_products, function, X)
     assert record.matches == splits == operators(graph).count("aten.split_with_sizes")
+
+
+@pytest.mark.parametrize(
+    ("rest", "copies"),
+    [
+        (lambda y: y[..., 12:].view(2, -1, 4, 5).clone(memory_format=torch.contiguous_format), 0),
+        (lambda y: y[..., 12:].clone() * y[..., 12:].exp(), 1),
+    ],
+    ids=["of a part", "of a part that something else reads"],
+)
+def test_captured_parts_are_copied_once(rest, copies):
+    def function(m, x):
+        return x[..., :12].exp().sum() * rest(x)
+
+    target = NpuTarget(graph_mode="aclgraph")
+    graph, record = lowered(split_products, function, X, target=target)
+    assert record.matches == 1 and operators(graph).count("aten.split_with_sizes_copy") == 1
+    assert operators(graph).count("aten.clone") == copies
+
+
+CAPTURED = NpuTarget(graph_mode="aclgraph")
+
+
+@pytest.mark.parametrize(
+    ("function", "target", "casts"),
+    [
+        (lambda m, x: x.float() + m.w, CAPTURED, 0),
+        (lambda m, x: m.w * x.float(), CAPTURED, 0),
+        (lambda m, x: x.float() * x.sin().float(), CAPTURED, 1),
+        (lambda m, x: x.float() + m.w, NpuTarget(), 1),
+        (lambda m, x: x.float() + m.w, NpuTarget(soc="Ascend310P3", graph_mode="aclgraph"), 1),
+        (lambda m, x: x.float().add(m.w, alpha=2), CAPTURED, 1),
+        (lambda m, x: x.float() + m.w.sum(), CAPTURED, 1),
+        (lambda m, x: (wide := x.float()) * m.w + wide.sin(), CAPTURED, 1),
+    ],
+    ids=["sum", "product", "two", "GE", "310P", "alpha", "without dims", "read elsewhere"],
+)
+def test_casts_that_captured_sums_make_themselves(function, target, casts):
+    graph, _ = lowered(mix_dtypes, function, X, target=target, **weights(torch.float32, w=1))
+    assert operators(graph).count("aten._to_copy") == casts
 
 
 def test_heads_are_turned_behind_what_works_on_each():
