@@ -1,6 +1,7 @@
 """Which tests run: those of the tiers asked for, of the shard asked for.
 
-Tests marked ``torchair`` need a Python that was started with the offline Ascend toolchain; this starts it.
+Tests marked ``torchair`` need a Python that was started with the offline Ascend toolchain; this starts it. Tests
+marked ``cuda`` need a CUDA device; if they alone are asked for and there is none, this says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from _pytest.mark.expression import Expression
 
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
@@ -24,6 +26,7 @@ from tiers import OWN, TESTS, TIERS, left_to_grid, shard_of, tier_of, tier_of_fi
 
 # What a test compiles shall be of the sources that it tests, all of it, every time.
 os.environ[DISABLE] = "1"
+NO_CUDA = f"tests marked cuda need a CUDA device, and torch {torch.__version__} finds none"
 
 if is_offline():
     # Before any test module defines operators of its namespace, which would abort the process.
@@ -82,8 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    """Run the same command in such a Python where only tests marked ``torchair`` are asked for."""
-    if is_offline() or config.option.help or config.option.version or not _only_torchair(config.option.markexpr):
+    """Where only tests marked ``torchair`` are asked for, run the same command in such a Python. Where only those
+    marked ``cuda`` are, and there is no device, say so.
+    """
+    if config.option.help or config.option.version:
+        return None
+    if config.option.markexpr == "cuda" and not torch.cuda.is_available():
+        print(f"no tests ran: {NO_CUDA}")
+        return pytest.ExitCode.NO_TESTS_COLLECTED
+    if is_offline() or not _only_torchair(config.option.markexpr):
         return None
     config.pluginmanager.getplugin("capturemanager").suspend_global_capture(in_=True)
     try:
@@ -111,6 +121,8 @@ def shared_graphs(pytestconfig: pytest.Config) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if not is_offline() and item.get_closest_marker("torchair"):
         pytest.fail("needs the offline Ascend toolchain; run such tests by themselves: pytest -m torchair", False)
+    if item.get_closest_marker("cuda") and not torch.cuda.is_available():
+        pytest.skip(NO_CUDA)
 
 
 def _only_torchair(expression: str) -> bool:

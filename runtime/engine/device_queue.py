@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on the device. An NPU is not waited for: copies from pinned memory are queued behind its work."""
-    if device.type == "npu" and tensor.device.type == "cpu":
+    """A tensor on the device, which is not waited for: copies from pinned memory are queued behind its work."""
+    if tensor.device.type == "cpu" and device.type != "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
