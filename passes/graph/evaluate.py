@@ -5,6 +5,7 @@ Masks and head layouts are not guessed from how they are spelled: they are run o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,16 @@ if TYPE_CHECKING:
     import sympy
 
 
+MOST_BYTES = 1 << 30
+"""Of the values that an evaluation holds at once, beside the stored ones."""
+
+
 class DependsOnData(Exception):
     """The value asked for depends on what the tokens are, not only on where they stand."""
+
+
+class TooLarge(RuntimeError):
+    """The values on the way to the one asked for would take too much memory."""
 
 
 def at_sizes(item: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
@@ -75,16 +84,43 @@ class Evaluation:
 
         Raises:
             DependsOnData: the node reads token ids or any input that is neither constant nor a position.
+            TooLarge: more than ``MOST_BYTES`` would be held at once.
         """
         env: dict[fx.Node, Any] = dict(self.given)
-        needed = closure(node, self.reads)
+        needed = self.needed(node)
         written = {storage_key(target) for n in needed for target in mutated_arguments(n)}
+        spent = _read_last(needed)
+        held = 0
         for n in needed:
             if n not in env:
+                held += self._bytes(n)
+                if held > MOST_BYTES:
+                    sizes = tuple(at_sizes(tuple(value(n).shape), self.sizes))
+                    raise TooLarge(
+                        f"{n.name} {sizes} takes it above {MOST_BYTES / 2**30:.2g} GiB; "
+                        "lower max_position_embeddings in config.json if it grows with that"
+                    )
                 env[n] = self._run(n, env)
                 if n.op == "placeholder" and storage_key(n) in written:
                     env[n] = env[n].clone()
+            for source in spent.get(n, ()):
+                if source is not node and source not in self.given:
+                    del env[source]
+                    held -= self._bytes(source)
         return env[node]
+
+    def needed(self, node: fx.Node) -> list[fx.Node]:
+        """Everything whose elements ``node`` is computed from, itself included, in graph order.
+
+        Raises:
+            DependsOnData: an input is among it that is neither constant nor a position.
+        """
+        found = closure(node, self.reads)
+        known = {self.traced.position_ids, *self.traced.constants}
+        for n in found:
+            if n.op == "placeholder" and n not in self.given and not is_size(n) and n.name not in known:
+                raise DependsOnData(n.name)
+        return found
 
     def reads(self, user: fx.Node, node: fx.Node) -> bool:
         """Tell whether ``user`` needs the elements of ``node``, not only its shape (see ``closure``)."""
@@ -109,7 +145,7 @@ class Evaluation:
                 return env[n]
             v = value(n)
             if isinstance(v, torch.Tensor):
-                return torch.zeros(at_sizes(tuple(v.shape), self.sizes), dtype=v.dtype)
+                return torch.zeros((), dtype=v.dtype).expand(at_sizes(tuple(v.shape), self.sizes))
             return at_sizes(v, self.sizes)
 
         args, kwargs = fx.map_arg((node.args, node.kwargs), lookup)
@@ -126,10 +162,29 @@ class Evaluation:
     def _input(self, node: fx.Node) -> Any:
         if node.name in self.traced.constants:
             return self.traced.constants[node.name]
-        if node.name == self.traced.position_ids:
-            shape = at_sizes(tuple(value(node).shape), self.sizes)
-            return torch.arange(shape[-1]).expand(shape).contiguous()
-        raise DependsOnData(node.name)
+        shape = at_sizes(tuple(value(node).shape), self.sizes)
+        return torch.arange(shape[-1]).expand(shape).contiguous()
+
+    def _bytes(self, node: fx.Node) -> int:
+        """What a result takes that is neither a stored tensor nor a view of another."""
+        v, key = value(node), storage_key(node)
+        if not node.op.startswith("call_") or not isinstance(v, torch.Tensor):
+            return 0
+        if any(storage_key(n) == key for n in node.all_input_nodes):
+            return 0
+        return math.prod(at_sizes(tuple(v.shape), self.sizes)) * v.element_size()
+
+
+def _read_last(needed: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each node those of ``needed`` whose memory none behind it reads."""
+    last: dict[int | fx.Node, fx.Node] = {}
+    for node in needed:
+        for n in (node, *node.all_input_nodes):
+            last[storage_key(n) or n] = node
+    spent: dict[fx.Node, list[fx.Node]] = {}
+    for node in needed:
+        spent.setdefault(last[storage_key(node) or node], []).append(node)
+    return spent
 
 
 def is_size(node: fx.Node) -> bool:

@@ -20,6 +20,8 @@ HIDDEN = -1e4
 """Additive masks hide a key with a number below this one."""
 
 _LARGEST = 1 << 40
+_AT_ONCE = 1 << 22
+"""Entries of a stored tensor."""
 _COMPARISONS = frozenset(
     "lt le gt ge eq ne less less_equal greater greater_equal not_equal isin searchsorted".split()
 )
@@ -117,16 +119,20 @@ def _counts_places(stored: torch.Tensor) -> bool:
     if stored.dtype is torch.bool or isinstance(stored, StoredWeight) or stored.dim() == 0 or stored.shape[-1] < 2:
         return False
     rows = stored.detach().reshape(-1, stored.shape[-1])
-    return bool((rows.diff() == 1).all()) and bool((rows[:, 0].abs() <= SMALL_CONSTANT).all())
+    parts = rows.split(max(1, _AT_ONCE // rows.shape[1]))
+    return all(bool((part.diff() == 1).all()) for part in parts) and bool((rows[:, 0].abs() <= SMALL_CONSTANT).all())
 
 
 def _entries(stored: torch.Tensor, reach: float) -> list[float]:
     """The largest entry below ``reach``."""
     if stored.dtype is torch.bool or isinstance(stored, StoredWeight) or stored.numel() == 0:
         return []
-    sizes = stored.detach().abs().double()
-    counted = sizes[(sizes > 1) & (sizes < reach)]
-    return [float(counted.max())] if counted.numel() else []
+    found = []
+    for part in stored.detach().flatten().split(_AT_ONCE):
+        sizes = part.abs().double()
+        counted = sizes[(sizes > 1) & (sizes < reach)]
+        found += [float(counted.max())] if counted.numel() else []
+    return [max(found)] if found else []
 
 
 def _may_fill(node: fx.Node, within: set[fx.Node]) -> bool:

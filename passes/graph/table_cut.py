@@ -14,6 +14,7 @@ from .traced import TracedGraph
 
 SIZES = (7, 12)
 """Numbers of tokens at which what does not depend on the tokens is run first."""
+_ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class TableCut:
     def is_constant(self) -> bool:
         """All of the table's rows are equal."""
         first = self.rows[:1]
-        return bool(((self.rows == first) | ((self.rows != self.rows) & (first != first))).all())
+        parts = self.rows.split(_ROWS_AT_ONCE)
+        return all(bool(((rows == first) | ((rows != rows) & (first != first))).all()) for rows in parts)
 
 
 def _first_row(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from ..graph.evaluate import DependsOnData, Evaluation
-from ..graph.fx_nodes import closure, value
+from ..graph.evaluate import DependsOnData, Evaluation, TooLarge
+from ..graph.fx_nodes import value
 from ..graph.limits import HIDDEN, Limits, find_limits
 from ..graph.traced import TracedGraph
 
@@ -119,7 +119,10 @@ def probe(traced: TracedGraph, node: fx.Node, heads: int) -> MaskKind:
     """
     if not isinstance(value(node), torch.Tensor) or value(node).dtype == torch.int64:
         raise UnknownMask("the mask is not a bool or float tensor")
-    limits = find_limits(traced, closure(node, Evaluation(traced, {}).reads))
+    try:
+        limits = find_limits(traced, Evaluation(traced, {}).needed(node))
+    except DependsOnData as reason:
+        raise UnknownMask(f"the mask depends on the tokens ({reason})") from None
     mask = _Mask(traced, node, heads, limits)
     large = [x for x in limits.large if mask.takes_others_for(x)]
     reach = traced.max_positions or math.inf
@@ -169,8 +172,8 @@ class _Mask:
         substitute = {sign * literal: sign * other for literal, other in others.items() for sign in (1, -1)}
         try:
             mask = Evaluation(self.traced, {self.traced.token_symbol: tokens}, substitute=substitute)(self.node)
-        except DependsOnData as reason:
-            raise UnknownMask(f"the mask depends on the tokens ({reason})") from None
+        except TooLarge as reason:
+            raise UnknownMask(f"the mask cannot be run at {tokens} tokens: {reason}") from None
         if mask.shape[-1] != tokens or mask.dim() > 4:
             raise _OtherShape(f"the mask has shape {tuple(mask.shape)} for {tokens} tokens")
         return classify(mask, self.heads)

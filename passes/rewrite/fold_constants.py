@@ -22,7 +22,7 @@ import itertools
 import torch
 from torch import fx
 
-from ..graph.evaluate import Evaluation
+from ..graph.evaluate import Evaluation, TooLarge
 from ..graph.fx_nodes import (
     is_dynamic,
     is_pure,
@@ -57,8 +57,11 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
         sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
             return "its layer represents others"
-        with torch.no_grad():
-            folded = evaluation(node)
+        try:
+            with torch.no_grad():
+                folded = evaluation(node)
+        except TooLarge as reason:
+            return str(reason)
         if (folded.dtype, folded.shape, folded.stride()) != (tensor.dtype, tensor.shape, tensor.stride()):
             return "its layout is not the traced one"
         if not sources:  # what comes of weights is an input, which a guard watches
