@@ -49,7 +49,7 @@ def _widens(user: fx.Node, operand: fx.Node) -> bool:
     if callee(user) not in _MIXING or user.kwargs:
         return False
     others = [node for node in user.args if node is not operand]
-    return len(others) == 1 and is_tensor(others[0]) and _is_wide(value(others[0]))  # type: ignore[arg-type]
+    return len(others) == 1 and is_tensor(others[0]) and _is_wide(value(others[0]))
 
 
 def _is_wide(tensor: torch.Tensor) -> bool:
