@@ -56,6 +56,7 @@ _LOOKS_FOR: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("activation", ("activation", "gated_mlp"), ""),
     ("moe", ("moe",), ""),
 )
+_NOT_RUN = DropIn(True, 0, 0, ("its weights have no values to run it with",), 0)
 _COPIES = re.compile(r"copy_?|clone|index_put|scatter|.*_scatter|index_copy|cat|where|_to_copy|auto_functionalized.*")
 
 
@@ -124,7 +125,7 @@ def explain(
             dump.write_graph(captured.traced, "captured")
         except UnsupportedModel as error:
             refused = refused or str(error)
-    drop_in = _drop_in(model, example, captured)
+    drop_in = _NOT_RUN if skeleton is not None and captured is None else _drop_in(model, example, captured)
     start = time.perf_counter()
     before = _untouched(captured)
     report.seconds["untouched"] = time.perf_counter() - start
