@@ -479,6 +479,7 @@ def _quantization() -> list[Sample]:
         Sample("npu_add_rms_norm_dynamic_quant", "bf16", norm, {"output_mask": [True, False]}),
         Sample("npu_add_rms_norm_dynamic_quant", "no mask", tuple(t.half() for t in norm), {"epsilon": 1e-5}),
         Sample("npu_add_rms_norm_quant", "bf16", (*norm, torch.rand(8).bfloat16(), torch.ones(8).bfloat16())),
+        Sample("npu_add_rms_norm_quant", "bf16 by float32", (*norm, torch.rand(8), torch.ones(8).int())),
         Sample("npu_add_rms_norm_quant", "fp16", (*(t.half() for t in norm), torch.rand(8), torch.ones(8).int())),
         Sample("npu_add_rms_norm_quant", "no offset", (*norm, torch.rand(8).bfloat16(), None), {"epsilon": 1e-5}),
         Sample("npu_dynamic_quant", "plain", (x.bfloat16(),)),

@@ -102,8 +102,8 @@ def npu_add_rms_norm_quant(
     Args:
         x1, x2: one shape and dtype.
         gamma: the last dims of ``x1``, of its dtype.
-        scales1: the shape of ``gamma``; fp32 for fp16 inputs, bf16 for bf16.
-        zero_points1: likewise; int32 for fp16 inputs, bf16 for bf16. None: 0.
+        scales1: the shape of ``gamma``; fp32, or bf16 for bf16 inputs.
+        zero_points1: likewise; int32 with fp32 scales, bf16 with bf16 ones. None: 0.
 
     Returns:
         ``(y1, y2, x)``: int8 like ``x1``, a second result that has no meaning without a second scale (0 here), and

@@ -15,8 +15,8 @@ Why it is faster:
     one launch instead of two, and the numbers are not written in 16 bits and read again.
 
 A norm that a router reads too stays: the fused operator does not yield it. The fused operators round the exact
-numbers, the others those that were rounded to 16 bits. For bfloat16 inputs the operator takes bfloat16 scales.
-Rounding a scale to bfloat16 would move every step, so norms stay unless their scale is a bfloat16 number.
+numbers, the others those that were rounded to 16 bits. For bfloat16 inputs, scales and offsets are bfloat16 where that
+changes no number, and float32 and int32 otherwise.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ def _fuse_norm_by_scale(traced: TracedGraph, rounding: fx.Node, normed: fx.Node)
     norm: Any = normed.args[0]
     gamma, dtype = norm.args[2], value(norm.args[0]).dtype
     assert traced.npu is not None
-    is_half = traced.npu.counted(dtype) is torch.float16
+    numbers = [None if node is None else traced.constants[node.name] for node in rounding.args[1:3]]  # type: ignore[union-attr]
+    as_inputs = traced.npu.counted(dtype) is torch.bfloat16 and all(
+        number is None or torch.equal(number.to(dtype).double(), number.double()) for number in numbers
+    )
     tables: list[tuple[str, torch.Tensor] | None] = []
-    for node, kept in zip(rounding.args[1:3], (torch.float32, torch.int32), strict=True):
-        if node is None:
+    for node, number, exact in zip(rounding.args[1:3], numbers, (torch.float32, torch.int32), strict=True):
+        if node is None or number is None:
             tables.append(None)
             continue
-        number = traced.constants[node.name]  # type: ignore[union-attr]
-        table = number.to(kept if is_half else dtype).expand(int(shape(gamma)[0])).contiguous()
-        if table[0].double() != number.double():
-            return f"npu_add_rms_norm_quant: the scale {float(number):.9g} is not a {dtype}, which it takes"
+        table = number.to(dtype if as_inputs else exact).expand(int(shape(gamma)[0])).contiguous()
         tables.append((f"{node.name}_of_{len(table)}", table))  # type: ignore[union-attr]
     given = {"epsilon": argument(norm, 3, "epsilon", 1e-6)}
     overload = _npu.npu_add_rms_norm_quant.default

@@ -198,24 +198,29 @@ def one_quantized_result(call: Call) -> str:
 
 
 def norm_by_scales(call: Call) -> str:
-    """npu_add_rms_norm_quant by division, with a scale and an offset for each place of the norm and one result."""
+    """npu_add_rms_norm_quant by division, with a scale and an offset for each place of the norm and one result.
+
+    Scales of float32 with offsets of int32 beside bfloat16 are in the operator's definition for A2 and A3 and among
+    its compiled kernels (CANN's ops-nn, ``add_rms_norm_quant_def.cpp``, ``AddRmsNormQuant_bf16_2`` in ``config``),
+    from the first published version on, which belongs to the oldest CANN that has the operator in torch_npu (8.3).
+    The tables of aclnnAddRmsNormQuant and of op-plugin lack them.
+    """
     if call["axis"] != -1 or call["div_mode"] is not True or call["dst_type"] not in (None, 1):
         return "axis must be -1, div_mode True, dst_type int8"
     given = [name for name in ("beta", "scales2", "zero_points2") if call[name] is not None]
     if given:
         return f"{given[0]} is given"
-    scales, size = call.tensor("scales1"), call.shape("gamma")[0]
+    scales, offsets, size = call.tensor("scales1"), call.tensor("zero_points1"), call.shape("gamma")[0]
     assert scales is not None
-    is_half = call.dtype("x1") is torch.float16
-    wanted = {"scales1": torch.float32, "zero_points1": torch.int32} if is_half else {}
-    for name in ("scales1", "zero_points1"):
-        tensor = call.tensor(name)
-        if tensor is None:
-            continue
-        dtype = wanted.get(name, torch.bfloat16)
-        found = tensor.dtype if is_half else call.dtype(name)
-        if found is not dtype or call.shape(name) != (size,):
-            return f"{name} is {tensor.dtype} {call.shape(name)}; {dtype} {(size,)} beside {call.dtype('x1')}"
+    for name, tensor in (("scales1", scales), ("zero_points1", offsets)):
+        if tensor is not None and call.shape(name) != (size,):
+            return f"{name} is {call.shape(name)}; {(size,)}"
+    exact = scales.dtype is torch.float32 and (offsets is None or offsets.dtype is torch.int32)
+    halves = {call.dtype(name) for name in ("scales1", "zero_points1")} <= {torch.bfloat16, None}
+    if not exact and (call.dtype("x1") is torch.float16 or not halves):
+        found = f"{scales.dtype} and {offsets.dtype if offsets is not None else None}"
+        wanted = "float32 and int32" + ("" if call.dtype("x1") is torch.float16 else ", or bfloat16 both")
+        return f"scales1 and zero_points1 are {found}; {wanted} beside {call.dtype('x1')}"
     if call.target.product is INFERENCE and (size is None or size < _MIN_NORM_SIZE):
         return f"norms of {size}; at least {_MIN_NORM_SIZE} on this chip"
     return ""

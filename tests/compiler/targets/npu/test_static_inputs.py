@@ -167,27 +167,23 @@ def test_what_is_made_is_compared(mistake, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "fused"),
+    ("name", "dtype", "kept"),
     [
-        ("slim-w8a8-static", torch.bfloat16, 3),
-        ("ct-w8a8-static", torch.bfloat16, 0),
-        pytest.param("ct-w8a8-static", torch.float16, 3, marks=pytest.mark.slow),
+        ("slim-w8a8-static", torch.bfloat16, torch.bfloat16),
+        ("ct-w8a8-static", torch.bfloat16, torch.float32),
+        pytest.param("ct-w8a8-static", torch.float16, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_scales_that_are_no_bfloat16_are_not_rounded_again(name, dtype, fused):
-    """Beside bfloat16 the operator takes such scales alone, and beside float16 those of float32."""
+def test_scales_that_are_no_bfloat16_stay_in_float32(name, dtype, kept):
     _, traced, report = stored("llama", name, dtype=dtype)
     record = next(record for record in report.passes if record.name == "fuse_npu_quantization")
     norms = of(traced, npu.npu_add_rms_norm_quant)
-    assert len(norms) == record.matches == fused
-    reasons = {rejection.reason for rejection in record.rejections}
-    assert fused or (
-        len(reasons) > 0 and all("is not a torch.bfloat16, which it takes" in reason for reason in reasons)
-    )
+    assert len(norms) == record.matches == 3
+    stated = {float(traced.constants[node.args[1].name]) for node in of(traced, npu.npu_quantize)}
     for node in norms:
-        assert value(node.args[3]).dtype is (torch.float32 if dtype is torch.float16 else dtype)
-        kept = traced.constants[node.args[3].name]
-        assert (kept == kept[0]).all() and len(kept) == value(node.args[2]).shape[0]
+        table = traced.constants[node.args[3].name]
+        assert table.dtype is kept and (table == table[0]).all()
+        assert len(table) == value(node.args[2]).shape[0] and float(table[0]) not in stated
     assert illegal_calls(traced, traced.npu) == []
 
 
