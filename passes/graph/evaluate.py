@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MOST_BYTES = 1 << 30
-"""Of the values that an evaluation holds at once, beside the stored ones."""
+"""Limit on the values that an evaluation holds at once, without stored tensors."""
 
 
 class DependsOnData(Exception):
@@ -29,7 +29,7 @@ class DependsOnData(Exception):
 
 
 class TooLarge(RuntimeError):
-    """The values on the way to the one asked for would take too much memory."""
+    """Computing the requested value would take too much memory."""
 
 
 def at_sizes(item: Any, sizes: Mapping[sympy.Symbol, int]) -> Any:
