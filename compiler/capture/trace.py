@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SHORTEST_TRACE = 40
 _LONGEST_ASKED = 1 << 20
 _MOST_WORK = 1 << 40
-"""Tokens times weights and keys for which the model is run to see whether it takes a length."""
+"""Tokens times weights for which the model is run to see whether it takes a length."""
 _FACTORS = (2, 3, 5, 16, 101, 1024)
 _LOGGING = {getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error")}
 
@@ -214,7 +214,7 @@ def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Calla
         for length in sorted(n for n in longer if tokens < n < limit):
             if guard.expr.subs({traced.token_symbol: length}) != sympy.false:
                 continue
-            if length * (weights + length) > _MOST_WORK or _succeeds(run, length):
+            if length * weights > _MOST_WORK or _succeeds(run, length):
                 raise UnsupportedModel(
                     f"{type(model).__name__} takes another path at {length} tokens than at the traced {tokens} "
                     f"({guard.expr} is false there); one graph cannot represent both"

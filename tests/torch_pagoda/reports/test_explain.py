@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from html.parser import HTMLParser
@@ -11,7 +12,8 @@ import torch
 
 import torch_pagoda
 from torch_pagoda.compiler import options
-from torch_pagoda.passes import PASSES, Pass, PassRecord, Rejection
+from torch_pagoda.compiler.costs.skeleton import Skeleton
+from torch_pagoda.passes import PASSES, Pass, PassRecord, Rejection, UnsupportedModel
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.reports import Explanation, explain
 from torch_pagoda.reports.drop_in import observe
@@ -280,3 +282,19 @@ def test_public_name():
     assert torch_pagoda.explain is explain
     assert torch_pagoda.Explanation is Explanation
     assert "explain" in dir(torch_pagoda)
+
+
+def test_a_model_without_values_that_cannot_be_traced_is_not_run(llama, monkeypatch):
+    def refuse(model):
+        raise UnsupportedModel("it has a loop")
+
+    def run(*given, **named):
+        raise AssertionError("the model was run")
+
+    module = importlib.import_module("torch_pagoda.reports.explain")
+    monkeypatch.setattr(module, "capture", refuse)
+    monkeypatch.setattr(module, "observe", run)
+    found = explain(Skeleton(llama, (0, 1)))
+    assert found.refused == "it has a loop" and "no values" in found.drop_in.reasons[0]
+    with pytest.raises(AssertionError, match="was run"):
+        explain(llama, verify="off")
