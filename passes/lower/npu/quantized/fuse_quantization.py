@@ -15,8 +15,8 @@ Why it is faster:
     one launch instead of two, and the numbers are not written in 16 bits and read again.
 
 A norm that a router reads too stays: the fused operator does not yield it. The fused operators round the exact
-numbers, the others those that were rounded to 16 bits. For bfloat16 inputs, scales and offsets are bfloat16 where that
-changes no number, and float32 and int32 otherwise.
+numbers, the others those that were rounded to 16 bits. For bfloat16 inputs, scales and offsets are bfloat16 where
+that changes no number, and float32 and int32 otherwise.
 """
 
 from __future__ import annotations
