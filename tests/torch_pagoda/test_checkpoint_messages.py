@@ -67,6 +67,12 @@ def test_errors_of_a_config_keep_their_reason(
     assert status == 2 and message in err
 
 
+def test_a_checkpoint_with_code_of_its_own_is_refused_with_the_remedy(copy: Path, said: Callable[..., str]) -> None:
+    change_config(copy, model_type="mimo_v2", auto_map={"AutoConfig": "configuration_mimo_v2.MiMoV2Config"})
+    message = said(load_config, copy, False)
+    assert "contains custom code" in message and "trust_remote_code=True (--trust-remote-code)" in message
+
+
 def test_a_key_that_is_not_known_is_named_as_one(copy: Path, said: Callable[..., str]) -> None:
     change_config(copy, hidden_act="what")
     assert said(load_model, copy, "auto", False, CPU).endswith("KeyError: 'what'")

@@ -78,4 +78,7 @@ def one_line(what: str, load: Callable[[], Loaded]) -> Loaded:
     try:
         return load()
     except Exception as error:
-        raise ValueError(f"{what}: {first_line(error)}") from error
+        reason = first_line(error)
+        if "trust_remote_code=True" in str(error):
+            reason = f"{reason.rstrip(' .')}; read that code, then pass trust_remote_code=True (--trust-remote-code)"
+        raise ValueError(f"{what}: {reason}") from error
