@@ -86,7 +86,7 @@ def compile_program(
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
 
-    built = build_unpacked(model, options, owns_weights=owns_weights and options.target == "cpu")
+    built = build_unpacked(model, options, owns_weights=owns_weights)
     if options.target == "cpu" and options.verify != "off":
         check_kernels()
     data = None

@@ -12,6 +12,7 @@ from quantized_oracle import inputs_of_8_bits
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.build import build_program, build_unpacked
+from torch_pagoda.compiler.compile import compile_program
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.targets.npu.weights import quantized_weights, weights
@@ -128,12 +129,13 @@ def test_weights_are_compared_when_they_are_made(mistake, monkeypatch):
         prepare_weights(traced.copy(), fractal_nz=False, release=False, check=True)
 
 
+@pytest.mark.parametrize("build", [build_program, compile_program])
 @pytest.mark.parametrize("release", [False, True])
-def test_sources_are_freed_only_by_their_owner(release):
+def test_sources_are_freed_only_by_their_owner(release, build):
     model = build_legal_model("llama", dtype=torch.bfloat16, num_hidden_layers=1)
     options = CompileOptions(target="npu", quantization="int8", verify="off", codegen="none")
     before = sum(p.numel() for p in model.parameters())
-    program = build_program(model, options, owns_weights=release)
+    program = build(model, options, owns_weights=release)
     left = sum(p.numel() for p in model.parameters())
     kept = model.get_input_embeddings().weight.numel() + 3 * model.config.hidden_size
     assert left == (kept if release else before)
