@@ -126,13 +126,25 @@ def eager_sinks(m, q, k, v, pos):
     return torch.softmax(s, dim=-1)[..., :-1] @ repeat_kv(v)
 
 
-def eager_bmm_alibi(m, q, k, v, pos):
+def bmm_alibi(m, q, keys, values, pos):
     _, h, t, d = q.shape
     alibi = m.slopes[:, None, None] * torch.arange(t)[None, None, :]
-    s = alibi.baddbmm(q.reshape(h, t, d), repeat_kv(k).reshape(h, t, d).transpose(1, 2), beta=1.0, alpha=0.35)
+    s = alibi.baddbmm(q.reshape(h, t, d), keys.reshape(h, t, d).transpose(1, 2), beta=1.0, alpha=0.35)
     s = s.view(1, h, t, t) + torch.where(causal_mask(pos), 0.0, torch.finfo(q.dtype).min)
     p = torch.softmax(s, dim=-1).view(h, t, t)
-    return torch.bmm(p, repeat_kv(v).reshape(h, t, d)).view(1, h, t, d)
+    return torch.bmm(p, values.reshape(h, t, d)).view(1, h, t, d)
+
+
+def eager_bmm_alibi(m, q, k, v, pos):
+    return bmm_alibi(m, q, repeat_kv(k), repeat_kv(v), pos)
+
+
+def eager_bmm_with_values_of_all_heads(m, q, k, v, pos):
+    return bmm_alibi(m, q, repeat_kv(k), repeat_kv(v) * 2.0, pos)
+
+
+def eager_bmm_with_keys_of_all_heads(m, q, k, v, pos):
+    return bmm_alibi(m, q, repeat_kv(k) * 2.0, repeat_kv(v), pos)
 
 
 def gated(q, k, v, pos, gate):
@@ -168,6 +180,8 @@ EAGER = [
     eager_sink_gate,
     eager_sink_gate_with_dims_kept,
     eager_bmm_alibi,
+    eager_bmm_with_values_of_all_heads,
+    eager_bmm_with_keys_of_all_heads,
 ]
 
 
@@ -179,7 +193,7 @@ def test_eager_spellings_are_recognized(spelling):
     assert (record.matches, record.rejections) == (1, [])
     (node,) = attention_nodes(graph)
     call = AttentionCall.of(node)
-    assert int(shape(call.key)[1]) == KV_HEADS
+    assert int(shape(call.key)[1]) == (HEADS if "of_all_heads" in spelling.__name__ else KV_HEADS)
     assert (call.softcap == 5.0) == (spelling is eager_softcap)
     assert (call.sinks is not None) == ("sink" in spelling.__name__)
     assert not [n for n in graph.graph.nodes if callee(n) in ("softmax", "baddbmm", "bmm")]

@@ -133,6 +133,16 @@ def test_the_source_of_a_copy_is_freed_only_by_its_owner(release):
     assert torch.equal(traced.constants["weight"], kept.transpose(1, 2))
 
 
+@pytest.mark.parametrize("merged", [None, {"weight": ("rows", "more")}])
+def test_weights_that_are_widened_are_made_of_what_stays(merged):
+    traced = graph_of(lambda x, weight: aten.relu.default(weight), merged=merged, weight=bf16(32, 32))
+    traced.notes.widened["wide"] = "weight"
+    prepare_weights(traced, fractal_nz=False, release=False)
+    wide = traced.constants["wide"]
+    assert wide.dtype is torch.float32 and torch.equal(wide.bfloat16(), traced.constants["weight"])
+    assert traced.notes.folded == (["weight"] if merged is None else ["rows", "more"])
+
+
 def test_a_source_that_is_read_is_never_freed():
     source = bf16(4, 32, 16)
 
