@@ -173,7 +173,7 @@ PASSES: tuple[Pass, ...] = (
     Pass("split_products", split_products, "aten", target="npu"),
     Pass("spell_out_complex", spell_out_complex, "aten", required=False, target="npu"),
     Pass("spell_out_leftovers", spell_out_leftovers, "aten", target="npu"),
-    # Reads the sums of the formulas, too.
+    # After the others: it also reads sums that they make.
     Pass("mix_dtypes", mix_dtypes, "aten", level=1, required=False, target="npu"),
     # Once more: taps of convolutions as their sums take them.
     Pass("fold_constants", fold_constants, "aten", level=1, required=False, target="npu", place="lowering"),

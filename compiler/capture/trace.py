@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 
 SHORTEST_TRACE = 40
 _LONGEST_ASKED = 1 << 20
-_MOST_WORK = 1 << 40
-"""Tokens times weights for which the model is run to see whether it takes a length."""
 _FACTORS = (2, 3, 5, 16, 101, 1024)
 _LOGGING = {getattr(logging.Logger, level) for level in ("debug", "info", "warning", "error")}
 
@@ -190,8 +188,7 @@ def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Calla
 
     Looked at are lengths above the traced one within the model's positions: what holds below is another branch, which
     a program that is driven directly never takes. Where the model itself fails at such a length, as at the end of a
-    table of positions that no config tells, the guard only says so. A model that is too large to be run at one counts
-    as one that does not fail.
+    table of positions that no config tells, the guard only says so.
 
     Args:
         model: it.
@@ -206,15 +203,12 @@ def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Calla
     if shapes is None:
         return
     limit = traced.max_positions or _LONGEST_ASKED
-    weights = sum(p.numel() for p in model.parameters())
     longer = {tokens + 1, limit - 1, *(factor * tokens + extra for factor in _FACTORS for extra in (0, 1))}
     for guard in shapes.guards:
         if guard.expr.free_symbols != {traced.token_symbol}:
             continue
         for length in sorted(n for n in longer if tokens < n < limit):
-            if guard.expr.subs({traced.token_symbol: length}) != sympy.false:
-                continue
-            if length * weights > _MOST_WORK or _succeeds(run, length):
+            if guard.expr.subs({traced.token_symbol: length}) == sympy.false and _succeeds(run, length):
                 raise UnsupportedModel(
                     f"{type(model).__name__} takes another path at {length} tokens than at the traced {tokens} "
                     f"({guard.expr} is false there); one graph cannot represent both"

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.capture import trace
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.tolerance import TOLERANCE
@@ -214,13 +213,3 @@ def quarters_exchanged(model, hidden, positions):
 def test_what_holds_for_some_lengths_only_refuses_the_model(chunks):
     with pytest.raises(UnsupportedModel, match=r"takes another path at .* tokens"):
         build_program(ToyLM(sdpa, before=chunks), PLAIN)
-
-
-def test_a_model_that_is_too_large_to_be_run_at_another_length_is_refused_without(monkeypatch):
-    def run(*given):
-        raise AssertionError("the model was run")
-
-    monkeypatch.setattr(trace, "_MOST_WORK", 1 << 10)
-    monkeypatch.setattr(trace, "_succeeds", run)
-    with pytest.raises(UnsupportedModel, match=r"takes another path at .* tokens"):
-        trace.capture(ToyLM(sdpa, before=first_chunk_doubled))

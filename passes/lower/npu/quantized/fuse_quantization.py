@@ -90,7 +90,7 @@ def _fuse_norm_by_scale(traced: TracedGraph, rounding: fx.Node, normed: fx.Node)
     )
     tables: list[tuple[str, torch.Tensor] | None] = []
     for node, number, exact in zip(rounding.args[1:3], numbers, (torch.float32, torch.int32), strict=True):
-        if node is None or number is None:
+        if number is None:
             tables.append(None)
             continue
         table = number.to(dtype if as_inputs else exact).expand(int(shape(gamma)[0])).contiguous()
