@@ -49,6 +49,7 @@ class Choices:
             original model and slower; None rounds inputs to 8 bits, as intended.
         batch_invariant: CPU only: a token's logits are bitwise independent of the batch, of the chunks of its prompt,
             and of the number of threads. Weights are not packed.
+        tensor_parallel_size: ranks that hold each layer together, each a part of its heads, features and experts.
         npu_options: NPU only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
@@ -75,6 +76,7 @@ class Choices:
     group_size: int | None = option(None, "Inputs of a quantized weight that share a scale.")
     input_bits: int | None = option(None, "Of a W8A8 checkpoint: 16 keeps more of the inputs, slower.")
     batch_invariant: bool = option(False, "On a CPU: the same numbers in every batch, bit for bit; slower.")
+    tensor_parallel_size: int = option(1, "Ranks that hold each layer together.")
     npu_options: Mapping[str, Any] = option({}, "Options of codegen ge or aclgraph.")
     schedule: Mapping[str, bool] = option(
         {}, 'Schedules of decode steps on an NPU: {"streams": true, "prefetch": true, "super_kernels": true}.'

@@ -32,6 +32,7 @@ _FLOATS_OF_FEW_BITS = ("fp8", "float8", "e4m3", "e5m2", "fp4", "nvfp4", "mxfp")
 _CACHE_DTYPES_OF_MODELS = ("bfloat16", "float16", "float32")
 INPUT_BITS = (None, 8, 16)
 QUANTIZATIONS = ("int8", "int8-weight-only", "int4", "int4-weight-only")
+MOST_RANKS = 128
 AUTO_CODEGEN_PARAMETERS = 50_000_000
 _CHOICES: Mapping[str, Sequence[Any]] = {
     "opt_level": OPT_LEVELS,
@@ -63,6 +64,9 @@ class CompileOptions(Choices):
         _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.group_size is not None:
             check_group_size(self.group_size)
+        ranks = self.tensor_parallel_size
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"tensor_parallel_size={ranks!r} is not a number from 1 to {MOST_RANKS}; give one")
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
             raise ValueError(
                 f"block_size={self.block_size!r} is not a multiple of 16, which Ascend's attention requires; use one"
@@ -164,7 +168,7 @@ class CompileOptions(Choices):
 
     def selects(self, entry: Pass) -> bool:
         """True if a pass should run."""
-        if entry.option and not getattr(self, entry.option):
+        if entry.option and not self._asks_for(entry.option):
             return False
         if entry.option == "batch_invariant":
             return True  # a promise, which no list of passes takes back
@@ -175,6 +179,11 @@ class CompileOptions(Choices):
         if entry.level > self.opt_level:
             return False
         return entry.name not in self.passes.get("skip", ())
+
+    def _asks_for(self, option: str) -> bool:
+        """True if an option that a pass is for is set; one rank needs no pass for several."""
+        given = getattr(self, option)
+        return given > 1 if option == "tensor_parallel_size" else bool(given)
 
     def uses_inductor(self, parameters: int, fusible: bool) -> bool:
         """True if a model should be compiled by inductor.

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
+from ..passes import SHARDING, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
@@ -51,11 +51,13 @@ class Rewritten:
         traced: the graph with all layers.
         captured: the same over the layers that were captured.
         paged: that one before its attention was lowered.
+        unsharded: that one in front of the pass that cuts layers for several ranks; None for one rank.
     """
 
     traced: TracedGraph
     captured: TracedGraph
     paged: TracedGraph
+    unsharded: TracedGraph | None = None
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,10 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
             "exact for single sequences. Please report the model; verify='off' skips the self-check"
         )
     if reference is not None:
-        _check_long_windows(captured, found, stages.lowering, reference, report)
+        _check_long_windows(captured, found, stages.aten[stages.lowering :], reference, report)
     report.dropped_passes = dropped + report.dropped_passes
+    if found.unsharded is not None:
+        found = _of_ranks(captured, found.unsharded, stages, options, references, report)
     _hold_weights(found.traced, stages.weights, options.quantization, report)
     if found.captured is not found.traced:  # it is to run over the same weights
         found.captured.notes.of_layers = frozenset()
@@ -193,25 +197,51 @@ def _dtype_of(traced: TracedGraph) -> torch.dtype:
 
 
 class _Stages(NamedTuple):
-    """The passes that the options select; ``lowering`` begins with the first one that inserts the target's own
-    operators."""
+    """The passes that the options select.
+
+    Attributes:
+        dynamo, weights: those of these stages.
+        aten: those on the ATen graph, without ``sharding``.
+        lowering: the place among them of the first one that inserts the target's own operators.
+        sharding: what cuts layers for several ranks; none for one.
+        sharded: the place among them of the first one behind ``sharding``.
+    """
 
     dynamo: list[Pass]
     aten: list[Pass]
-    lowering: list[Pass]
+    lowering: int
+    sharding: list[Pass]
+    sharded: int
     weights: list[Pass]
 
     @property
     def folds(self) -> list[Pass]:
         """Those that compute constants ahead."""
-        return [entry for entry in (*self.aten, *self.lowering) if entry.apply is fold_constants]
+        return [entry for entry in self.aten if entry.apply is fold_constants]
 
 
 def _stages(options: CompileOptions) -> _Stages:
     passes = selected_passes(options)
     dynamo, aten, weights = ([p for p in passes if p.stage == stage] for stage in ("dynamo", "aten", "weights"))
+    sharded = next((i for i, entry in enumerate(aten) if entry.name == SHARDING), len(aten))
+    sharding = aten[sharded : sharded + 1]
+    aten = [entry for entry in aten if entry.name != SHARDING]
     first = next((i for i, entry in enumerate(aten) if entry.target), len(aten))
-    return _Stages(dynamo, aten[:first], aten[first:], weights)
+    return _Stages(dynamo, aten, first, sharding, sharded, weights)
+
+
+def _on_aten(
+    traced: TracedGraph, stages: _Stages, apply: Callable[[TracedGraph, list[Pass]], TracedGraph]
+) -> Rewritten:
+    """What the passes on the ATen graph make of it, and the graph in front of some of them."""
+    copies = {}
+    places = sorted({0, stages.lowering, stages.sharded, len(stages.aten)})
+    for start, end in zip(places, [*places[1:], None], strict=True):
+        if start in (stages.lowering, stages.sharded) and start < len(stages.aten):
+            copies[start] = traced.copy()
+        traced = apply(traced, stages.aten[start:end])
+    unsharded = copies.get(stages.sharded, traced) if stages.sharding else None
+    return Rewritten(traced, traced, copies.get(stages.lowering, traced), unsharded)
 
 
 def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages) -> TracedGraph:
@@ -277,10 +307,12 @@ def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> 
     except Exception as error:
         raise PassError(f"AOTAutograd cannot trace the rewritten graph: {first_line(error)}") from error
     dump.write_graph(traced, "aten")
-    report.passes += run_passes(traced, stages.aten)
-    paged = traced.copy() if stages.lowering else traced
-    report.passes += run_passes(traced, stages.lowering)
-    return Rewritten(traced, traced, paged)
+
+    def apply(graph: TracedGraph, passes: list[Pass]) -> TracedGraph:
+        report.passes += run_passes(graph, passes)
+        return graph
+
+    return _on_aten(traced, stages, apply)
 
 
 def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport) -> Rewritten:
@@ -302,10 +334,53 @@ def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None
         report.dropped_passes.append(("to_aten", reason))
         log.warning("applying no pass on the ATen graph: %s", reason)
         return Rewritten(traced, traced, traced)
-    traced = _each(captured, aten, stages.aten, reference, report)
-    paged = traced.copy() if stages.lowering else traced
-    traced = _each(captured, traced, stages.lowering, reference, report)
-    return Rewritten(traced, traced, paged)
+    return _on_aten(aten, stages, lambda graph, passes: _each(captured, graph, passes, reference, report))
+
+
+def _of_ranks(
+    captured: Captured,
+    unsharded: TracedGraph,
+    stages: _Stages,
+    options: CompileOptions,
+    references: References,
+    report: CompileReport,
+) -> Rewritten:
+    """The graph of the first of several ranks, all of which together were compared with the model.
+
+    Raises:
+        UnsupportedModel: together they do not compute what the model does.
+    """
+    dropped = {name for name, _ in report.dropped_passes}
+    rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
+    graphs, records = [], []
+    for rank in range(options.tensor_parallel_size):
+        traced = unsharded.copy()
+        traced.ranks, traced.rank = options.tensor_parallel_size, rank
+        records.append(run_passes(traced, [*stages.sharding, *rest]))
+        graphs.append(traced)
+    again = {entry.name for entry in rest}
+    report.passes = [record for record in report.passes if record.name not in again] + records[0]
+    if references.thorough is not None:
+        report.verdict = _together(captured, graphs, references.thorough)
+        if not report.verdict.ok:
+            raise UnsupportedModel(
+                f"{report.model}: tensor_parallel_size={options.tensor_parallel_size}: the ranks together are not exact "
+                f"({report.verdict.reason}). Please report the model; tensor_parallel_size=1 runs it whole"
+            )
+    traced = graphs[0]
+    if captured.repeat is not None:
+        traced = _with_all_layers(captured.repeat, traced, stages)
+    return Rewritten(traced, graphs[0], unsharded)
+
+
+@phase("verify")
+def _together(captured: Captured, graphs: Sequence[TracedGraph], reference: Reference) -> Verdict:
+    """Compare all ranks with the model, and in float32 with the captured graph."""
+    verdict = check_own_weights(graphs, reference)
+    if verdict.ok and can_check(graphs[0]):
+        in_float32 = check_graph(captured.traced, *graphs)
+        return verdict if in_float32.ok else in_float32
+    return verdict
 
 
 @phase("verify")

@@ -59,12 +59,14 @@ from .rewrite.insert_paged_cache import insert_paged_cache
 from .rewrite.insert_state import insert_state
 from .rewrite.merge_linears import merge_linears
 from .rewrite.remove_noops import remove_noops
+from .rewrite.shard_layers import shard_layers
 from .rewrite.share_subexpressions import share_subexpressions
 from .rewrite.slice_for_index import slice_for_index
 
 __all__ = [
     "FIRST_OF_LOWERING",
     "PASSES",
+    "SHARDING",
     "NotFinite",
     "Pass",
     "PassRecord",
@@ -100,6 +102,9 @@ class Pass:
     target: str = ""
     place: str = ""
 
+
+SHARDING = "shard_layers"
+"""The graph in front of it is compared with the model; for several ranks, what follows from it is, too."""
 
 FIRST_OF_LOWERING = "lower_npu_indexers"
 """User-defined passes run before it by default."""
@@ -150,6 +155,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("fuse_residual_norm", fuse_residual_norm, "aten", level=2, required=False),
     # Needs the single rotations.
     Pass("group_rope", group_rope, "aten", level=2, required=False),
+    # Needs all that was recognized, and the linears one by one.
+    Pass(SHARDING, shard_layers, "aten", option="tensor_parallel_size"),
     # After the recognition of rotations and gates, which read the single products.
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Needs all that was recognized: it knows which operators work on each token by itself.

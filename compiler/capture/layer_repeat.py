@@ -26,8 +26,11 @@ from torch import fx, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ...passes import TracedGraph
+from ...passes.graph.cut import Cut
 from ...passes.graph.fx_nodes import cache_index, is_pure, value
+from ...passes.graph.notes import Part
 from ...passes.graph.provenance import scopes
+from ...passes.sharding.slices import part_of
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import is_cache_input
 from ..live_module.describer import CannotIdentify
@@ -151,7 +154,10 @@ class _Unrolling:
         self.layer = re.compile(rf"({re.escape(repeat.path)}\.)(\d+)(\.|$)")
         self.merged: dict[str, tuple[str, ...]] = dict(traced.notes.merged)
         self.inputs = {node.name: node for node in traced.placeholders}
-        self.input_of = {self.names[id(t)]: name for name, t in traced.constants.items() if id(t) in self.names}
+        self.wholes = traced.constants | {name: part.whole for name, part in traced.notes.parts.items()}
+        self.input_of = {
+            (self.names[id(t)], self._cut(name)): name for name, t in self.wholes.items() if id(t) in self.names
+        }
         self.merged_of = {sources: name for name, sources in self.merged.items()}
         self._move_shared_ahead()
         self.calls = [n for n in traced.graph.nodes if n.op in ("call_function", "call_method")]
@@ -210,7 +216,7 @@ class _Unrolling:
         notes = self.traced.notes
         first = self.repeat.kept - self.repeat.period
         for name in list(notes.folded):
-            match = self.layer.match(self.names.get(id(self.traced.constants[name]), ""))
+            match = self.layer.match(self.names.get(id(self.wholes[name]), ""))
             if match is None or int(match[2]) < first:
                 continue
             for periods in range(1, repeats + 1):
@@ -235,7 +241,7 @@ class _Unrolling:
     def _is_of_a_layer(self, name: str) -> bool:
         if name in self.merged:
             return any(map(self._is_of_a_layer, self.merged[name]))
-        tensor = self.traced.constants.get(name)
+        tensor = self.wholes.get(name)
         return is_cache_input(name) or self.layer.match(self.names.get(id(tensor), "")) is not None
 
     def _shifted(
@@ -298,7 +304,7 @@ class _Unrolling:
     def _equal_tables(self, a: fx.Node, b: fx.Node) -> bool:
         """True if two inputs receive tensors that passes made, and these are equal."""
         x, y = (self.traced.constants.get(node.name) for node in (a, b))
-        if x is None or y is None or {id(x), id(y)} & set(self.names):
+        if x is None or y is None or {id(x), id(y)} & set(self.names) or self._cut(a.name) != self._cut(b.name):
             return False
         return _form(x) == _form(y) and torch.equal(x, y)
 
@@ -312,10 +318,15 @@ class _Unrolling:
         if name in self.merged:
             sources = tuple(self._shifted_name(source, periods) for source in self.merged[name])
             return self.merged_of.get(sources, "")
-        tensor = self.traced.constants.get(name)
+        tensor = self.wholes.get(name)
         if tensor is None or id(tensor) not in self.names:
             return name
-        return self.input_of.get(self._shifted_path(self.names[id(tensor)], periods), "")
+        return self.input_of.get((self._shifted_path(self.names[id(tensor)], periods), self._cut(name)), "")
+
+    def _cut(self, name: str) -> Cut | None:
+        """Of an input that receives a part of a weight, which one."""
+        part = self.traced.notes.parts.get(name)
+        return None if part is None else part.cut
 
     def _cache_index(self, name: str) -> int:
         index = cache_index(self.inputs[name])
@@ -340,13 +351,19 @@ class _Unrolling:
         elif is_cache_input(old.name):
             name = self._shifted_name(old.name, periods)
         else:
-            weight = self._shifted_path(self.names[id(self.traced.constants[old.name])], periods)
-            source, target = self.traced.constants[old.name], self.tensors.get(weight)
+            weight = self._shifted_path(self.names[id(self.wholes[old.name])], periods)
+            source, target = self.wholes[old.name], self.tensors.get(weight)
             if target is None or _form(source) != _form(target):
                 raise CannotRepeat(f"{weight} is not like that of the layer that is repeated")
             name = re.sub(r"\W+", "_", f"weight_{weight}").lower()  # as FX would
-            self.traced.constants[name] = target
-            self.input_of[weight] = name
+            cut = self._cut(old.name)
+            if name in self.inputs:  # another part of it, or all
+                name = f"{name}_{len(self.inputs)}"
+            self.traced.constants[name] = self.wholes[name] = target
+            if cut is not None:
+                self.traced.constants[name] = part_of(target, cut, self.traced.rank)
+                self.traced.notes.parts[name] = Part(target, cut)
+            self.input_of[weight, cut] = name
         with self.traced.fake_mode:
             example = value(old).detach().clone()  # one object twice would be traced as one input
         node = self.inputs[name] = self.traced.new_input(name, example)

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
+from ...passes.graph.cut import Cut
 from ...passes.graph.fx_nodes import value
+from ...passes.sharding.slices import part_of
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from ...runtime.phases import phase
@@ -30,6 +32,7 @@ from ..targets.npu.route import Run
 from ..tolerance import HALF, ROUNDINGS, chooses_keys, judged_share, routes_tokens, row_errors, typical
 from ..weights.merged_weights import link_merged_weights
 from .float32_run import Deferred, Float32Graph, NodeByNode
+from .lockstep import Lockstep, LockstepFloat32
 from .self_check import (
     Reference,
     Schedule,
@@ -72,12 +75,12 @@ SMALL = Weights("small weights", 0.02, 0.1, 0.0, Schedule((12, 5), (6, 3), 4, de
 
 
 @phase("verify")
-def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = False) -> Verdict:
+def check_graph(original: TracedGraph, *rewritten: TracedGraph, alone: bool = False) -> Verdict:
     """Compare two graphs over caches of full precision.
 
     Args:
         original: as it was captured: the graph before any pass.
-        rewritten: what passes made of it, before its weights are packed.
+        rewritten: what passes made of it, before its weights are packed; for several ranks, one for each.
         alone: as in ``self_check.check``.
 
     Returns:
@@ -86,7 +89,7 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
     verdicts = []
     for weights in (LARGE, SMALL):
         verdict = _compare(original, rewritten, weights, alone=alone, seed=0)
-        for seed in range(1, _ATTEMPTS if chooses_keys(rewritten.graph) else 2):
+        for seed in range(1, _ATTEMPTS if chooses_keys(rewritten[0].graph) else 2):
             if verdict.ok or not math.isfinite(verdict.error):
                 break
             # A router that is almost undecided may flip by float32's own rounding: not twice. An indexer decides
@@ -100,17 +103,21 @@ def check_graph(original: TracedGraph, rewritten: TracedGraph, *, alone: bool = 
 
 
 @phase("verify")
-def check_own_weights(traced: TracedGraph, reference: Reference, *, alone: bool = False) -> Verdict:
+def check_own_weights(
+    traced: TracedGraph | Sequence[TracedGraph], reference: Reference, *, alone: bool = False
+) -> Verdict:
     """``self_check.check`` of a graph over the model's own weights where they lie: each is read once for all steps,
     stored ones are unpacked then, and rows of merged ones are multiplied one after the other.
 
     Args:
-        traced: as passes made it, before its weights are packed.
+        traced: as passes made it, before its weights are packed; for several ranks, one for each.
         reference: what to run and what is right.
         alone: as in ``self_check.check``.
     """
-    judged = tolerating_rounding(reference, traced.caches)
-    return judge(_compared_steps(traced, _own_constants(traced), reference, alone, in_float32=False), judged)
+    graphs = [traced] if isinstance(traced, TracedGraph) else traced
+    judged = tolerating_rounding(reference, graphs[0].caches)
+    own = [_own_constants(of_rank) for of_rank in graphs]
+    return judge(_compared_steps(graphs, own, reference, alone, in_float32=False), judged)
 
 
 def own_logits(traced: TracedGraph, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,9 +203,12 @@ def on_cpu(traced: TracedGraph) -> bool:
     return bool(value(traced.placeholder(traced.input_ids)).device.type == "cpu")
 
 
-def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *, alone: bool, seed: int) -> Verdict:
-    constants = _constants(original, rewritten, weights)
-    vocab_size = Linkage.of(rewritten).vocab_size
+def _compare(
+    original: TracedGraph, rewritten: Sequence[TracedGraph], weights: Weights, *, alone: bool, seed: int
+) -> Verdict:
+    own = [_constants(original, of_rank, weights) for of_rank in rewritten]
+    constants = {**own[0], **_wholes(own[0], rewritten[0])}
+    vocab_size = Linkage.of(rewritten[0]).vocab_size
     limit = original.max_positions or 1 << 30
     schedule = weights.schedule.within(limit)
     generator = torch.Generator().manual_seed(seed)
@@ -208,29 +218,39 @@ def _compare(original: TracedGraph, rewritten: TracedGraph, weights: Weights, *,
     yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
     logits = [outputs[0][0].float() for outputs in yielded]
     reference = Reference(tokens, logits, torch.float32, schedule=schedule, tolerance=TOLERANCE)
-    return judge(_compared_steps(rewritten, constants, reference, alone), reference)
+    return judge(_compared_steps(rewritten, own, reference, alone), reference)
 
 
 def _compared_steps(
-    traced: TracedGraph, constants: Mapping[str, Any], reference: Reference, alone: bool, *, in_float32: bool = True
+    graphs: Sequence[TracedGraph],
+    constants: Sequence[Mapping[str, Any]],
+    reference: Reference,
+    alone: bool,
+    *,
+    in_float32: bool = True,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
     """As ``self_check.compared_steps``; all steps run together, a weight is made once for them.
 
     Where states are read by one node and written by another, a step that ran together with the one before it would
     read what that has not written yet: there they run one after the other.
     """
-    linkage = Linkage.of(traced)
+    linkage = Linkage.of(graphs[0])
     if in_float32:
         linkage = replace(linkage, caches=tuple(replace(spec, dtype=torch.float32) for spec in linkage.caches))
-    traced.recompile()
-    run = (Float32Graph if in_float32 else NodeByNode)(traced.module, _kept(constants))
-    program = LinkedProgram(linkage, constants, run)
-    steps = list(planned_steps(program, reference, alone=alone))
-    inputs = [program.arguments(step.input_ids, step.position_ids, step.metadata) for step in steps]
-    one_by_one = traced.npu is not None and has_state(linkage.caches)
-    outputs = [run(*given) for given in inputs] if one_by_one else run.together(inputs)
-    for step, yielded in zip(steps, outputs, strict=True):
-        yield step.group, program.logits(yielded, step.metadata).float(), step.expected
+    for traced in graphs:
+        traced.recompile()
+    kind = LockstepFloat32 if in_float32 else Lockstep
+    run = kind(graphs, _kept(constants[0]))
+    programs = [LinkedProgram(linkage, own, run) for own in constants]
+    planned = [list(planned_steps(program, reference, alone=alone)) for program in programs]  # each binds its caches
+    inputs = [
+        [p.arguments(step.input_ids, step.position_ids, step.metadata) for p, step in zip(programs, same, strict=True)]
+        for same in zip(*planned, strict=True)
+    ]
+    one_by_one = graphs[0].npu is not None and has_state(linkage.caches)
+    outputs = [run.ranks([given])[0] for given in inputs] if one_by_one else run.ranks(inputs)
+    for step, yielded in zip(planned[0], outputs, strict=True):
+        yield step.group, programs[0].logits(yielded, step.metadata).float(), step.expected
 
 
 def _kept(constants: Mapping[str, Any]) -> list[str]:
@@ -246,6 +266,9 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() > 0
         if is_weight and name not in folded:
             constants[name] = changed.setdefault(id(tensor), ChangedWeight.of(tensor, weights))
+    for name, part in rewritten.notes.parts.items():
+        if (of := changed.get(id(part.whole))) is not None:
+            constants[name] = OfRank(of, part.cut, rewritten.rank)
     for name, sources in rewritten.notes.merged.items():
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
@@ -256,6 +279,13 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
             of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)
             constants[name] = tensor if of is None else Part(of, tensor)
     return constants
+
+
+def _wholes(constants: Mapping[str, Any], rewritten: TracedGraph) -> dict[str, Any]:
+    """Of the inputs that receive parts, what all ranks hold together."""
+    parts = rewritten.notes.parts.items()
+    made = {name: (constants[name], part.whole) for name, part in parts}
+    return {name: held.of if isinstance(held, OfRank) else whole for name, (held, whole) in made.items()}
 
 
 def _is_turned(tensor: StoredWeight, weight: torch.Tensor) -> bool:
@@ -395,6 +425,30 @@ class Rows(Deferred):
     def num_rows(self) -> int:
         """The size of its first dim."""
         return sum(part.num_rows if isinstance(part, Deferred) else part.shape[0] for part in self.parts)
+
+
+@dataclass(frozen=True)
+class OfRank(Deferred):
+    """The part of a changed weight that a rank holds.
+
+    Attributes:
+        of: the weight.
+        cut: who holds which part.
+        rank: of the one.
+    """
+
+    of: ChangedWeight
+    cut: Cut
+    rank: int
+
+    def make(self) -> torch.Tensor:
+        """The part of the changed weight."""
+        return part_of(self.of.make(), self.cut, self.rank)
+
+    @property
+    def num_rows(self) -> int:
+        """The size of its first dim."""
+        return self.of.num_rows if self.cut.dim else self.cut.local
 
 
 @dataclass(frozen=True)

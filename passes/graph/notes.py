@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...runtime.ops.linear.quantized_weight import Quantization
+from .cut import Cut
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,19 @@ def fewest_bits(weights: Iterable[PackedWeight | QuantizedInputs]) -> int | None
     return min(bits, default=None)
 
 
+@dataclass(frozen=True)
+class Part:
+    """Where a graph input's tensor comes from that is the part of one rank.
+
+    Attributes:
+        whole: what all ranks hold together.
+        cut: who holds which part.
+    """
+
+    whole: torch.Tensor
+    cut: Cut
+
+
 @dataclass
 class GraphNotes:
     """Facts about one graph that do not stand in it.
@@ -99,6 +113,7 @@ class GraphNotes:
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
             are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
+        parts: graph input → the tensor that it receives a part of, in a graph for one of several ranks.
         followed_literals: literal → names of the nodes in which it is a window, chunk or number of chosen keys
             that was too large to run.
     """
@@ -110,6 +125,7 @@ class GraphNotes:
     folded: list[str] = field(default_factory=list)
     of_layers: frozenset[str] = frozenset()
     rope_switch: int | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
     followed_literals: dict[int, set[str]] = field(default_factory=dict)
 
     @property
@@ -128,6 +144,7 @@ class GraphNotes:
             quantized=list(self.quantized),
             widened=dict(self.widened),
             folded=list(self.folded),
+            parts=dict(self.parts),
             followed_literals=literals,
         )
 

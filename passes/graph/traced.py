@@ -52,6 +52,8 @@ class TracedGraph:
         cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
         quantization: how linear layers are to be rounded; None: not at all.
         input_bits: that inputs keep of stored weights that were made for inputs of 8 bits: 16, or None for 8.
+        ranks: processes that run it together; 1: this one alone.
+        rank: of this process among them.
         notes: facts that one pass leaves for later ones, for linking and for the self-check.
     """
 
@@ -68,6 +70,8 @@ class TracedGraph:
     cache_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
     input_bits: int | None = None
+    ranks: int = 1
+    rank: int = 0
     notes: GraphNotes = field(default_factory=GraphNotes)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 

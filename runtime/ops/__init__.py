@@ -11,7 +11,7 @@ from . import collectives, elementwise, gated_activation
 from .attention import attention, lightning_indexer, paged_attention, rope
 from .linear import invariant_linear, packed_linear, quantized_linear
 from .moe import moe, quantized_moe
-from .norm import gated_rms_norm, layer_norm, rms_norm
+from .norm import gated_rms_norm, layer_norm, rms_norm, split_rms_norm
 from .reference import attention_reference, paged_attention_reference
 from .registration import OPERATORS
 from .state import causal_conv1d, linear_recurrence, selective_scan
@@ -38,4 +38,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "selective_scan",
+    "split_rms_norm",
 ]

@@ -99,7 +99,7 @@ class MoeArguments(NamedTuple, Generic[Value]):
     Attributes:
         input: ``[N, H]``, fp32, bf16 or fp16.
         topk_weights: ``[N, K]`` floating point.
-        topk_ids: ``[N, K]`` int64 or int32, each in ``0 .. E - 1``.
+        topk_ids: ``[N, K]`` int64 or int32, each in ``0 .. E - 1``, or -1 for an expert of another rank.
         up: ``[E, J, H]`` in the dtype of ``input``, or ``[E, H, J]`` if ``transposed``. ``J`` is ``2 I`` for gated
             experts, else ``I``.
         down: ``[E, O, I]``, or ``[E, I, O]`` if ``transposed``.

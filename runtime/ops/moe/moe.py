@@ -14,7 +14,7 @@ from ..elementwise import elementwise_cpu
 from ..gated_activation import activation_cpu, activation_reference, gated_activation_cpu, gated_activation_reference
 from ..linear.invariant_linear import invariant_linear_cpu
 from ..native import kernel_function
-from ..registration import Facts, register_operator
+from ..registration import Facts, like_input, register_operator
 
 aten = torch.ops.aten
 
@@ -31,6 +31,9 @@ _GATING_SCHEMA = (
 
 LAYOUTS = ("halves", "interleaved", "plain")
 """Where the first product of a gated expert holds gate and up; "plain" for experts without a gate."""
+
+NOWHERE = -1
+"""The id of an expert that another rank holds; its term is zero."""
 
 SCORINGS = ("softmax", "sigmoid", "sqrt_softplus", "none")
 GROUP_SCORINGS = ("max", "top2")
@@ -60,13 +63,13 @@ def moe_reference(*arguments: Any) -> torch.Tensor:
 
     Raises:
         ValueError: shapes that do not fit together; an unknown activation or layout.
-        IndexError: an id that is not below ``E``.
+        IndexError: an id that is neither below ``E`` nor ``NOWHERE``.
     """
     call: _Call = MoeArguments(*arguments)
     _check(call)
     tokens, count = call.topk_ids.shape
     chosen = call.input.new_zeros(tokens, count, call.down.shape[2 if call.transposed else 1])
-    for expert in call.topk_ids.unique().tolist():
+    for expert in call.topk_ids[call.topk_ids != NOWHERE].unique().tolist():
         token, slot = aten.where(call.topk_ids == expert)
         rows = call.input[token]
         if call.weight_input:
@@ -186,7 +189,8 @@ class RowsByExpert(NamedTuple):
 
     Attributes:
         rows: ``[N K, H]``, of the input, times their weights where ``weight_input`` says so.
-        order: ``[N K]`` int64: row i is for choice ``order[i] % K`` of token ``order[i] // K``.
+        order: ``[N K]`` int64, without what goes ``NOWHERE``: row i is for choice ``order[i] % K`` of token
+            ``order[i] // K``.
         starts: ``[E + 1]`` int64: expert e has the rows from ``starts[e]`` up to ``starts[e + 1]``.
     """
 
@@ -204,6 +208,8 @@ def rows_by_expert(call: _Call) -> RowsByExpert:
     input, count, num_experts = call.input, call.topk_ids.shape[1], call.up.shape[0]
     experts, order = call.topk_ids.reshape(-1).sort(stable=True)
     starts = aten.searchsorted(experts, torch.arange(num_experts + 1, dtype=experts.dtype))
+    if starts[0] > 0 and experts[0] == NOWHERE == experts[starts[0] - 1]:
+        experts, order, starts = experts[starts[0] :], order[starts[0] :], starts - starts[0]
     if len(experts) and (starts[0] > 0 or starts[-1] < len(experts)):
         raise IndexError(
             f"topk_ids goes from {int(experts[0])} to {int(experts[-1])}; there are {num_experts} experts"
@@ -226,7 +232,9 @@ def weighted_sum(call: _Call, chosen: torch.Tensor, order: torch.Tensor) -> torc
         ``[N, O]`` in the dtype of the input.
     """
     input, topk_weights = call.input, call.topk_weights
-    terms = torch.empty_like(chosen).index_copy_(0, order, chosen).view(*call.topk_ids.shape, chosen.shape[1])
+    make = chosen.new_empty if len(order) == topk_weights.numel() else chosen.new_zeros
+    terms = make(topk_weights.numel(), chosen.shape[1]).index_copy_(0, order, chosen)
+    terms = terms.view(*call.topk_ids.shape, chosen.shape[1])
     if call.batch_invariant:
         common = torch.promote_types(torch.promote_types(topk_weights.dtype, input.dtype), torch.float32)
         weighted = terms.to(common) if call.weight_input else terms.to(common) * topk_weights.to(common)[..., None]
@@ -399,6 +407,21 @@ def _gating_fake(
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
+def local_experts_reference(ids: torch.Tensor, first: torch.Tensor, count: int) -> torch.Tensor:
+    """Ids of experts as the rank counts them that holds some of them.
+
+    Args:
+        ids: ``[N, K]`` int64 or int32, counted over all ranks.
+        first: ``[1]`` int64, the first one of this rank.
+        count: number that every rank holds.
+
+    Returns:
+        The shape and dtype of ``ids``: ``ids - first``, and ``NOWHERE`` for those of other ranks.
+    """
+    local = ids - first.to(ids.dtype)
+    return aten.where((local >= 0) & (local < count), local, NOWHERE).to(ids.dtype)
+
+
 moe = register_operator(
     _SCHEMA,
     Facts(over="rows", invariant=True, kind="moe", spelled_out=False),
@@ -412,4 +435,11 @@ moe_gating = register_operator(
     fake=_gating_fake,
     reference=moe_gating_reference,
     cpu=moe_gating_reference,
+)
+local_experts = register_operator(
+    "local_experts(Tensor ids, Tensor first, int count) -> Tensor",
+    Facts(over="elements", invariant=True, kind="", spelled_out=True),
+    fake=like_input,
+    reference=local_experts_reference,
+    cpu=local_experts_reference,
 )
