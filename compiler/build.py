@@ -157,14 +157,16 @@ def build_unpacked(
             log.warning("%s: %s", report.model, remark)
         switch = traced.notes.rope_switch
         restart = None if switch is None else restart_length(model, switch)
-        inductor = traced.npu is None and options.uses_inductor(
-            sum(p.numel() for p in model.parameters()), is_fusible(traced)
+        inductor = (
+            traced.npu is None
+            and traced.ranks == 1
+            and options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced))
         )
         # What is packed before anything runs it need not be merged first.
         merge = not owns_weights or inductor or traced.npu is not None or not options.packs
         linked = functools.partial(link, traced, report=report, restart_length=restart, merge=merge)
         shallow = None
-        if references.shallow is not None:
+        if references.shallow is not None and traced.ranks == 1:
             of_few = link(rewritten.captured, call_kernels(rewritten.captured), merge=merge)
             shallow = of_few, references.shallow
         if traced.npu is not None:
@@ -215,8 +217,14 @@ def _with_few_layers(
 
 
 def finish(built: Built, *, owns_weights: bool) -> None:
-    """The second part: pack the weights, if the options request it."""
+    """The second part: pack the weights, if the options request it. One of several ranks computes nothing alone, so
+    nothing is compared."""
     if built.traced.npu is not None:
+        return
+    if built.traced.ranks > 1:
+        with timed(built.program.report.seconds):
+            if built.options.packs or built.program.has_stored_weights:
+                built.program.pack_weights(release=owns_weights)
         return
     report = built.program.report
     with timed(report.seconds):

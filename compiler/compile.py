@@ -16,6 +16,7 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase, timed
+from ..runtime.program import Program
 from .calibrate.recorded_grid import on_recorded_grid
 from .link.linker import LinkedProgram
 from .live_module.describer import CannotIdentify
@@ -23,13 +24,24 @@ from .options import CompileOptions
 from .report import CompileReport
 from .user_passes import registered_passes
 from .verify import dump
-from .verify.self_check import SHORT_SCHEDULE, check, reference_of_model
+from .verify.self_check import SHORT_SCHEDULE, Reference, check, reference_of_model
 from .warm_start.checkpoint_files import CheckpointFiles
 from .warm_start.file import ProgramStore, open_store
 from .warm_start.graph_data import CannotStore
 from .warm_start.identity import Identity, identity
-from .warm_start.record import Record, check_record, describe_start, facts_of, model_of, start_tensors, warm_key
+from .warm_start.record import (
+    Record,
+    Sources,
+    check_record,
+    describe_start,
+    facts_of,
+    model_of,
+    sources_in_files,
+    start_tensors,
+    warm_key,
+)
 from .warm_start.restore import Outdated, StoredProgram, StoredReference, describe, restore, tensors_read
+from .warm_start.shipment import OtherRanks, Shipment
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
@@ -45,7 +57,8 @@ def compile_program(
     owns_weights: bool = False,
     files: CheckpointFiles | None = None,
     loaded: Container[str] | None = None,
-) -> LinkedProgram:
+    others: OtherRanks | None = None,
+) -> Program:
     """Compile ``model`` into a paged program, or load the stored one of an earlier process.
 
     Arguments and errors as for ``build.build_program``. Stored are programs for a CPU that run without inductor and
@@ -54,6 +67,7 @@ def compile_program(
     Args:
         files: files that the model was just loaded from, by which ``program_of_checkpoint`` finds the program.
         loaded: names of the Python modules loaded before the model was; by default those loaded now.
+        others: the ranks besides this one, where ``tensor_parallel_size`` is more than one.
     """
     options = options.for_device(next(model.parameters()).device.type)
     if options.target == "cpu":
@@ -77,7 +91,7 @@ def compile_program(
                 # Before anything packs the weights, or moves them.
                 if files is not None and options.verify != "off":
                     record = _record(model, options, found, files, sys.modules if loaded is None else loaded)
-                stored = _stored(store, key, model, options, owns_weights)
+                stored = _stored(store, key, model, options, owns_weights, files, others)
         if store is not None and stored is not None:
             stored.report.stored, stored.report.seconds = True, seconds
             if record is not None and stored.rope_switch is None:
@@ -90,16 +104,68 @@ def compile_program(
     if options.target == "cpu" and options.verify != "off":
         check_kernels()
     data = None
-    if store is not None and _is_plain(built.program.report):
+    if others is not None:
+        data = _shipped(built, model)
+        others.load(Shipment(data, _sources(model, files), options.packs))
+    elif store is not None and _is_plain(built.program.report):
         data = _described(built, model, contents)
     finish(built, owns_weights=owns_weights)
-    program = built.program
+    program: Program = built.program
+    if others is not None:
+        program = _led(built.program, model, built.reference, owns_weights, others)
     if store is not None and data is not None:
         reference = None if built.reference is None else StoredReference.of(built.reference)
-        store.save(key, replace(data, report=program.report, reference=reference))
+        store.save(key, replace(data, report=built.program.report, reference=reference))
         if record is not None and program.rope_switch is None:
             store.save(*record)
     return program
+
+
+def _led(
+    own: LinkedProgram, model: nn.Module, reference: Reference | None, owns_weights: bool, others: OtherRanks
+) -> Program:
+    """The program of all ranks, compared with the model.
+
+    Raises:
+        UnsupportedModel: the ranks together do not compute what the model does.
+    """
+    if owns_weights:
+        own.release_all_but_own(module_tensors(model).values())
+    program = others.lead(own)
+    if reference is not None:
+        with timed(own.report.seconds):
+            verdict = check(program, reference, weight_bits=own.weight_bits)
+        if not verdict.ok:
+            raise UnsupportedModel(f"the ranks together do not compute what the model does: {verdict.reason}")
+        own.report.verdict = verdict
+    return program
+
+
+def _shipped(built: Built, model: nn.Module) -> StoredProgram:
+    """What other ranks need of a program whose weights are not packed yet.
+
+    Raises:
+        UnsupportedModel: a part of it has no plain form.
+    """
+    try:
+        data = describe(built.traced, built.program.linkage, model)
+    except CannotStore as error:
+        raise UnsupportedModel(
+            f"tensor_parallel_size={built.options.tensor_parallel_size}: its program cannot be sent to other ranks "
+            f"({error}); use tensor_parallel_size=1"
+        ) from error
+    return replace(data, report=CompileReport(built.program.report.model))
+
+
+def _sources(model: nn.Module, files: CheckpointFiles | None) -> Sources | None:
+    """Where other ranks find the module's tensors; None where they have to load the module."""
+    if files is None:
+        return None
+    try:
+        return sources_in_files(model, files)
+    except (CannotStore, OSError, ValueError) as error:
+        log.info("every rank loads the whole model: %s", error)
+        return None
 
 
 def _record(
@@ -119,7 +185,9 @@ def _record(
         return None
 
 
-def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tuple[LinkedProgram, Any] | None:
+def program_of_checkpoint(
+    files: CheckpointFiles, options: CompileOptions, others: OtherRanks | None = None
+) -> tuple[Program, Any] | None:
     """The stored program of a checkpoint, over its tensors, and the model's configs (see ``record.model_of``).
 
     Creates neither the model's class nor its modules. Once the weights are packed, the program is compared with the
@@ -128,6 +196,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
     Args:
         files: the checkpoint's files; they are mapped, and their tensors belong to the program.
         options: compile options for a CPU, which holds the program's tensors.
+        others: as for ``compile_program``.
 
     Returns:
         None if there is no such program, or it may not match the checkpoint any more.
@@ -151,7 +220,7 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
         except (CannotIdentify, Outdated, OSError, ValueError) as error:
             log.info("loading the model's class: %s", error)
             return None
-        program = _of_record(store, name, record, files, options)
+        program = _of_record(store, name, record, files, options, others)
     if program is None:
         return None
     program.report.stored, program.report.seconds = True, seconds
@@ -159,8 +228,13 @@ def program_of_checkpoint(files: CheckpointFiles, options: CompileOptions) -> tu
 
 
 def _of_record(
-    store: ProgramStore, name: str, record: Record, files: CheckpointFiles, options: CompileOptions
-) -> LinkedProgram | None:
+    store: ProgramStore,
+    name: str,
+    record: Record,
+    files: CheckpointFiles,
+    options: CompileOptions,
+    others: OtherRanks | None,
+) -> Any:
     """The program of a record, its weights packed and compared; None if it is missing or wrong."""
     stored = store.load(record.program, StoredProgram)
     if stored is None or stored.reference is None:
@@ -173,15 +247,18 @@ def _of_record(
         store.discard(name)
         return None
     check_kernels()
+    if others is not None:
+        others.load(Shipment(stored, Sources(record.weights, record.tensors, record.stored), options.packs))
     if options.packs or program.has_stored_weights:
         program.pack_weights(release=True)
-    verdict = check(program, reference, weight_bits=program.weight_bits)
+    led = program if others is None else others.lead(program)
+    verdict = check(led, reference, weight_bits=program.weight_bits)
     if not verdict.ok:
         log.warning("the stored program %s does not match the model: %s; recompiling", record.program, verdict.reason)
         store.discard(name)
         store.discard(record.program)
         return None
-    return program
+    return led
 
 
 def _not_stored(options: CompileOptions) -> str:
@@ -194,8 +271,14 @@ def _not_stored(options: CompileOptions) -> str:
 
 
 def _stored(
-    store: ProgramStore, key: str, model: nn.Module, options: CompileOptions, release: bool
-) -> LinkedProgram | None:
+    store: ProgramStore,
+    key: str,
+    model: nn.Module,
+    options: CompileOptions,
+    release: bool,
+    files: CheckpointFiles | None,
+    others: OtherRanks | None,
+) -> Any:
     """The stored program with this key, compared with the model and its weights packed; None if none matches.
 
     Raises:
@@ -219,6 +302,11 @@ def _stored(
         check_kernels()
         own = reference_of_model(model, SHORT_SCHEDULE)
         reference = replace(own, tolerance=stored.reference.tolerance, share=stored.reference.share)
+    if others is not None:
+        others.load(Shipment(stored, _sources(model, files), options.packs))
+        if options.packs or program.has_stored_weights:
+            program.pack_weights(release=release)
+        return _led(program, model, reference, release, others)
     # Until weights are rounded and packed, every product would round its own; nothing computes with stored ones.
     packs_first = bool(options.quantization) or program.has_stored_weights
     if reference is not None and not packs_first:
@@ -252,3 +340,30 @@ def _described(built: Built, model: nn.Module, contents: str) -> StoredProgram |
 def _is_plain(report: CompileReport) -> bool:
     """True if recompiling would give the same program, in our own kernels."""
     return report.codegen == "none" and not report.dropped_passes
+
+
+def program_of_rank(
+    shipment: Shipment, rank: int, files: CheckpointFiles | None, module: nn.Module | None
+) -> LinkedProgram:
+    """The part of a shipped program that one rank runs, its weights packed.
+
+    Args:
+        shipment: from rank 0.
+        rank: of this process.
+        files: the checkpoint's, if ``shipment.sources`` says what is in them.
+        module: else the model, which the program takes the weights of.
+
+    Raises:
+        Outdated: the checkpoint or the module is not the one that was compiled.
+    """
+    if shipment.sources is not None and files is not None:
+        named = start_tensors(shipment.sources, files, tensors_read(shipment.program))
+    else:
+        assert module is not None
+        named = module_tensors(module)
+    program = restore(shipment.program, named, merge=not shipment.packs, rank=rank)
+    if shipment.packs or program.has_stored_weights:
+        program.pack_weights(release=True)
+    if module is not None:
+        program.release_all_but_own(named.values())
+    return program

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...passes import TracedGraph
+from ...passes.graph.cut import Runs
 from ...passes.graph.evaluate import at_sizes
 from ...passes.graph.fx_nodes import shape, value
 from ...passes.graph.notes import PackedWeight
@@ -36,6 +37,9 @@ class Linkage:
         block_size: tokens per cache block that it was lowered for; None for any.
         rope_switch: see ``runtime.program.Program``, as for the next.
         restart_length: likewise.
+        ranks: processes that run it together.
+        cuts: of the inputs that receive a rank's part of a tensor, the dim that is cut and the runs of indices that
+            each rank holds (``Cut.runs``).
     """
 
     inputs: tuple[str, ...]
@@ -54,6 +58,8 @@ class Linkage:
     block_size: int | None
     rope_switch: int | None
     restart_length: int | None
+    ranks: int = 1
+    cuts: Mapping[str, tuple[int, Runs]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, traced: TracedGraph, restart_length: int | None = None) -> Linkage:
@@ -92,4 +98,6 @@ class Linkage:
             block_size=None if traced.npu is None or not traced.caches else traced.npu.block_size,
             rope_switch=traced.notes.rope_switch,
             restart_length=restart_length,
+            ranks=traced.ranks,
+            cuts={name: (part.cut.dim, part.cut.runs) for name, part in traced.notes.parts.items()},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -258,6 +258,17 @@ class LinkedProgram:
         if self._recorded is not None:
             self._recorded.clear()
         return size
+
+    def release_all_but_own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Free tensors of a module, of which the program reads parts that it has packed or holds by itself."""
+        own = {id(given) for given in self._args}
+        for tensor in tensors:
+            if id(tensor) in own:
+                continue
+            if isinstance(tensor, StoredWeight):
+                tensor.release()
+            else:
+                tensor.data = tensor.new_empty(0)
 
     def packed_weights(self) -> list[tuple[PackedWeight, torch.Tensor]]:
         """The weights that are packed, with what was noted of them; none before ``pack_weights``."""

@@ -244,7 +244,10 @@ def _compared_steps(
     programs = [LinkedProgram(linkage, own, run) for own in constants]
     planned = [list(planned_steps(program, reference, alone=alone)) for program in programs]  # each binds its caches
     inputs = [
-        [p.arguments(step.input_ids, step.position_ids, step.metadata) for p, step in zip(programs, same, strict=True)]
+        [
+            p.arguments(step.input_ids, step.position_ids, step.metadata)
+            for p, step in zip(programs, same, strict=True)
+        ]
         for same in zip(*planned, strict=True)
     ]
     one_by_one = graphs[0].npu is not None and has_state(linkage.caches)

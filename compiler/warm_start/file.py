@@ -23,8 +23,9 @@ from ...runtime.private_folder import cache_folder, check_private_folder, make_p
 from ...runtime.program import CacheSpec, StateSpec
 from ..link.linkage import Linkage
 from ..report import CompileReport, PassCheck, SizeCheck, Verdict
-from .record import Record
+from .record import Record, Sources
 from .restore import StoredProgram, StoredReference
+from .shipment import Shipment
 from .stored_sources import StoredSource
 
 T = TypeVar("T")
@@ -33,10 +34,21 @@ log = logging.getLogger(__name__)
 
 DISABLE = "TORCH_PAGODA_DISABLE_PROGRAM_CACHE"
 """Environment variable: anything but "" and "0" compiles every program anew and keeps none."""
-_MARK = b"pagoda program 3\n"
+_MARK = b"pagoda program 4\n"
 _SUFFIX = ".program"
 _RECORDS = (
-    *(StoredProgram, StoredReference, Record, StoredSource, Linkage, CacheSpec, StateSpec, PackedWeight),
+    *(
+        StoredProgram,
+        StoredReference,
+        Record,
+        Sources,
+        Shipment,
+        StoredSource,
+        Linkage,
+        CacheSpec,
+        StateSpec,
+        PackedWeight,
+    ),
     *(Quantization, InputScale, CompileReport, PassRecord, Rejection, Route, Verdict, PassCheck, SizeCheck),
     frozenset,
 )
@@ -83,9 +95,7 @@ class ProgramStore:
                 if size > _MOST_BYTES:
                     raise ValueError(f"it has {size} bytes")
                 body = _body(file.read(_MOST_BYTES + 1), key)
-            data = _parsed(body)
-            if not isinstance(data, kind):
-                raise ValueError(f"it holds no {kind.__name__}")
+            data = from_bytes(body, kind)
         except FileNotFoundError:
             return None
         except Exception as error:  # damaged, not ours, or not readable
@@ -100,13 +110,12 @@ class ProgramStore:
         no error."""
         try:
             make_private_folder(self.folder)
-            body = io.BytesIO()
-            torch.save(data, body)
+            body = to_bytes(data)
             descriptor, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
             try:
                 with os.fdopen(descriptor, "wb") as file:
-                    file.write(_MARK + _digest(key, body.getbuffer()))
-                    file.write(body.getbuffer())
+                    file.write(_MARK + _digest(key, body))
+                    file.write(body)
                 os.replace(name, self._path(key))
             except BaseException:
                 with suppress(OSError):
@@ -137,6 +146,29 @@ class ProgramStore:
         for _, path in sorted(kept)[:-_MOST_FILES]:
             with suppress(OSError):
                 path.unlink()
+
+
+def to_bytes(data: Any) -> memoryview:
+    """Data made of literals, containers, tensors and ``_RECORDS``, for ``from_bytes``."""
+    body = io.BytesIO()
+    torch.save(data, body)
+    return body.getbuffer()
+
+
+def from_bytes(body: memoryview, kind: type[T]) -> T:
+    """What ``to_bytes`` was given.
+
+    Args:
+        body: what it returned, from another process.
+        kind: the class of the data.
+
+    Raises:
+        ValueError: it is something else; no code of it was run.
+    """
+    data = _parsed(body)
+    if not isinstance(data, kind):
+        raise ValueError(f"it holds no {kind.__name__}")
+    return data
 
 
 def _body(content: bytes, key: str) -> memoryview:

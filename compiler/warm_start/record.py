@@ -60,6 +60,19 @@ Facts = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
+class Sources:
+    """What a module's tensors are in the files of its checkpoint; see ``Record``.
+
+    Attributes:
+        weights, tensors, stored: as there.
+    """
+
+    weights: dict[str, tuple[str, torch.dtype | None]]
+    tensors: dict[str, torch.Tensor]
+    stored: dict[str, StoredSource]
+
+
+@dataclass(frozen=True)
 class Record:
     """The content of a file about a checkpoint.
 
@@ -123,6 +136,17 @@ def describe_start(
     check_nothing_registered()
     states = framework_states()
     sources |= {name: _digest(name) for name in states if name.startswith("transformers.")}
+    made_of = sources_in_files(model, files)
+    before = sorted(name for name in sources.keys() | states if name in loaded)
+    return Record(found.digest, made_of.weights, made_of.tensors, sources, states, before, facts, made_of.stored)
+
+
+def sources_in_files(model: nn.Module, files: CheckpointFiles) -> Sources:
+    """What the tensors of a module that was just loaded are in its files.
+
+    Raises:
+        CannotStore: a parameter is none of them.
+    """
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
     held: dict[str, tuple[str, torch.dtype | None]] = {}
@@ -155,8 +179,7 @@ def describe_start(
             kept[name] = tensor.detach().clone()
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
-    before = sorted(name for name in sources.keys() | states if name in loaded)
-    return Record(found.digest, held, kept, sources, states, before, facts, stored)
+    return Sources(held, kept, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:
@@ -183,7 +206,7 @@ def check_record(record: Record) -> None:
         raise Outdated(f"{changed} was changed in this process")
 
 
-def start_tensors(record: Record, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
+def start_tensors(record: Record | Sources, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors that the module would have under the names that are needed.
 
     Raises:

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
+from ...passes.graph.cut import Cut
+from ...passes.sharding.slices import part_of
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram, merge_linked
@@ -93,7 +95,8 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredP
     weights: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     for name in linkage.inputs:
-        tensor = traced.constants.get(name)
+        part = traced.notes.parts.get(name)
+        tensor = traced.constants.get(name) if part is None else part.whole
         if tensor is None or name in linkage.merged:
             continue
         if id(tensor) in names:
@@ -106,11 +109,14 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredP
             tensors[name] = tensor.detach()
     if sum(t.numel() * t.element_size() for t in tensors.values()) > _MOST_BYTES:
         raise CannotStore(f"its tables are larger than {_MOST_BYTES >> 20} MiB")
-    digests = {name: tensor_digest(traced.constants[name]) for name in linkage.folded}
+    wholes = traced.constants | {name: part.whole for name, part in traced.notes.parts.items()}
+    digests = {name: tensor_digest(wholes[name]) for name in linkage.folded}
     return StoredProgram(to_data(traced.graph), linkage, weights, tensors, digests)
 
 
-def restore(stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: bool = True) -> LinkedProgram:
+def restore(
+    stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: bool = True, rank: int = 0
+) -> LinkedProgram:
     """The program of ``describe`` over the weights of a module, which may become views of merged ones.
 
     Args:
@@ -118,6 +124,7 @@ def restore(stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: 
         named: tensors of the module by name, those that it reads at least.
         merge: lay those that are merged out one after the other now; else packing does that for the ones that it
             packs, one at a time.
+        rank: of this process among those that run the program together; it takes its parts of the weights.
 
     Raises:
         Outdated: the module's tensors are not those that the program was made for.
@@ -135,6 +142,8 @@ def restore(stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: 
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
+    for name, (dim, runs) in linkage.cuts.items():
+        constants[name] = part_of(constants[name], Cut.of_runs(dim, runs, constants[name].shape[dim]), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 Indices = tuple[NDArray[np.int64], ...]
 """Per rank, indices of a dim in the order in which the rank holds them, as many on every rank. -1 stands for zeros."""
+Runs = tuple[tuple[tuple[int, int], ...], ...]
 ZERO = -1
 
 
@@ -45,15 +46,49 @@ class Cut:
         """Size of the dim on every rank."""
         return len(self.indices[0])
 
+    @property
+    def runs(self) -> Runs:
+        """The same as plain data: per rank, the first index and the number of each run; -1 is the first of zeros."""
+        return tuple(tuple(_runs(part)) for part in self.indices)
+
+    @classmethod
+    def of_runs(cls, dim: int, runs: Runs, size: int) -> Cut:
+        """The cut that plain data describe.
+
+        Args:
+            dim: that is cut.
+            runs: as ``runs`` gives them.
+            size: of the dim.
+
+        Raises:
+            ValueError: ranks hold different numbers of indices, or such as the dim does not have.
+        """
+        parts = []
+        for part in runs:
+            if any(count < 1 or (first != ZERO and not 0 <= first <= size - count) for first, count in part):
+                raise ValueError(f"{part} are no runs of {size} indices")
+            filled = [np.full(n, ZERO) if first == ZERO else np.arange(first, first + n) for first, n in part]
+            parts.append(np.concatenate([np.empty(0), *filled]).astype(np.int64))
+        if len({len(part) for part in parts}) != 1:
+            raise ValueError(f"ranks hold {', '.join(str(len(part)) for part in parts)} indices, which differ")
+        return cls(dim, tuple(parts))
+
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Cut)
-            and self.dim == other.dim
-            and all(map(np.array_equal, self.indices, other.indices))
+            isinstance(other, Cut) and self.dim == other.dim and all(map(np.array_equal, self.indices, other.indices))
         )
 
     def __hash__(self) -> int:
         return hash((self.dim, *(part.tobytes() for part in self.indices)))
+
+
+def _runs(part: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    start = 0
+    for end in range(1, len(part) + 1):
+        goes_on = end < len(part) and (part[end] == part[end - 1] + 1 if part[start] != ZERO else part[end] == ZERO)
+        if not goes_on or (part[start] != ZERO and part[end] == ZERO):
+            yield int(part[start]), end - start
+            start = end
 
 
 def deal(size: int, unit: int, ranks: int) -> Indices:
@@ -196,7 +231,9 @@ def _matched(source: list[Any], result: list[Any]) -> Iterator[tuple[list[int], 
         Refused: a static size is mixed with one that varies.
     """
     stretches, others = _stretches(source), _stretches(result)
-    if [str(size) for size in source if not isinstance(size, int)] != [str(s) for s in result if not isinstance(s, int)]:
+    if [str(size) for size in source if not isinstance(size, int)] != [
+        str(s) for s in result if not isinstance(s, int)
+    ]:
         raise Refused("a view mixes tokens and what is cut")
     for before, after in zip(stretches, others, strict=True):
         i = j = 0

@@ -9,6 +9,7 @@ from ..graph.cut import deal
 from ..graph.fx_nodes import shape
 from .walk import Walk
 
+
 def spread_experts(walk: Walk, node: fx.Node) -> None:
     """Let every rank hold a part of the experts of ``node``, a ``pagoda::moe``.
 
@@ -21,5 +22,3 @@ def spread_experts(walk: Walk, node: fx.Node) -> None:
         walk.demand(weight, node, 0, held)
     walk.opened = walk.works = True
     walk.finish()
-
-
