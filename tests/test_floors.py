@@ -44,6 +44,7 @@ FLOORS = {
     "runtime": (
         *(
             "engine",
+            "parallel",
             "cache",
             "batching profiling program sampling",
             "ops",
