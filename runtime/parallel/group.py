@@ -6,6 +6,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from ..cache.pool_plan import CacheCounts
 from ..npu_errors.device_lost import DeviceLost
 from ..ops.collectives import ParallelGroup
 
@@ -49,3 +50,17 @@ class RankGroup(ParallelGroup, Protocol):
 
     def close(self) -> None:
         """Leave the group."""
+
+
+def least_counts(counts: CacheCounts, group: RankGroup) -> CacheCounts:
+    """Of each number the least of all ranks.
+
+    Raises:
+        GroupFailed: ranks have other groups of layers.
+    """
+    group.agree(len(counts.device), "equal", "number of groups of layers")
+    blocks, slots = counts.host
+    return CacheCounts(
+        tuple(group.agree(count, "min") for count in counts.device),
+        (group.agree(blocks, "min"), group.agree(slots, "min")),
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,9 +45,16 @@ class TorchGroup:
             self._ranks: dist.ProcessGroupGloo | None = gloo(store, rank, size, options)
 
     @classmethod
-    def in_folder(cls, folder: Path, rank: int, size: int, timeout: float) -> TorchGroup:
-        """The group of ranks on this host that meet in a private folder, which can be removed then."""
-        store = dist.FileStore(str(folder / "ranks"), size)
+    def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
+        """The group of ranks on this host that meet in a file without a name, which can be closed then.
+
+        Args:
+            meeting: its descriptor in this process, of ``os.memfd_create``.
+            rank: as above.
+            size: as above.
+            timeout: as above.
+        """
+        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)
         return cls(store, rank, size, timeout=timeout, host="127.0.0.1")
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,12 +17,18 @@ from torch_pagoda.runtime.parallel.torch_group import TorchGroup
 SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Iterator[Callable[[Callable[[TorchGroup], Any]], list[Any]]]:
+@pytest.fixture
+def meeting() -> Iterator[int]:
+    descriptor = os.memfd_create("ranks")
+    yield descriptor
+    os.close(descriptor)
+
+
+@pytest.fixture
+def ranks(meeting) -> Iterator[Callable[[Callable[[TorchGroup], Any]], list[Any]]]:
     """Calls a function on every rank, a thread each, and returns what they return."""
-    folder = tmp_path_factory.mktemp("ranks")
     with ThreadPoolExecutor(SIZE) as pool:
-        groups = list(pool.map(lambda rank: TorchGroup.in_folder(folder, rank, SIZE, 30), range(SIZE)))
+        groups = list(pool.map(lambda rank: TorchGroup.of_descriptor(meeting, rank, SIZE, 30), range(SIZE)))
         yield lambda function: list(pool.map(function, groups))
 
 
@@ -66,14 +73,14 @@ def test_ranks_agree(ranks):
     assert lost_reason(GroupFailed(2, "ended")) == "rank 2 ended"
 
 
-def test_a_rank_that_does_not_come_is_an_error(tmp_path):
+def test_a_rank_that_does_not_come_is_an_error(meeting):
     with pytest.raises(CollectiveFailed, match="rank 0 could not exchange tensors with other ranks: "):
-        TorchGroup.in_folder(tmp_path, 0, 2, 0.2)
+        TorchGroup.of_descriptor(meeting, 0, 2, 0.2)
 
 
-def test_a_rank_that_is_gone_is_an_error(tmp_path):
+def test_a_rank_that_is_gone_is_an_error(meeting):
     def rank(number: int) -> str:
-        group = TorchGroup.in_folder(tmp_path, number, 2, 30)
+        group = TorchGroup.of_descriptor(meeting, number, 2, 30)
         if number:
             group.close()
         with pytest.raises(CollectiveFailed) as raised:
