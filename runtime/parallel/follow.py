@@ -58,6 +58,7 @@ class Follower:
     def __init__(self, program: Program, group: RankGroup) -> None:
         self.program = program
         self.group = group
+        join(program, group)
         self._spare = self._block_size = 0
         self._kv_cache: KVCache = []
         self._copier = BlockCopier([], [], [])
@@ -130,6 +131,12 @@ class Follower:
 
     def _agree_done(self, spare: int) -> None:
         self.group.agree(spare, "equal", "number of spare blocks")
+
+
+def join(program: Program, group: RankGroup) -> None:
+    """Tell a program that asks for it of the ranks that run it."""
+    if hasattr(program, "group"):
+        program.group = group
 
 
 def mode_of(program: Program, step: StepMetadata) -> str:

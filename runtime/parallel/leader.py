@@ -15,7 +15,7 @@ from ..cache.block_copier import BlockCopier
 from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
 from ..program import CacheSpec, KVCache, Program
 from ..step_metadata import StepMetadata
-from .follow import mode_of
+from .follow import join, mode_of
 from .group import least_counts
 from .interrupts import interrupts_held
 from .messages import Message, Step, copies_message, step_message
@@ -48,6 +48,7 @@ class LeaderProgram:
         self._copies: Sequence[CacheCopy] = ()
         self._num_steps = 0
         self._setup: dict[str, tuple[Message, int]] = {}
+        join(program, ranks.group)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._program, name)
@@ -100,6 +101,7 @@ class LeaderProgram:
         self._copies = ()
         if self._ranks.failure is None or not self._ranks.start_again(self._program):
             return False
+        join(self._program, self._ranks.group)
         for message, spare in list(self._setup.values()):
             self._set_up(message, spare)
         return True
@@ -180,8 +182,8 @@ class LeaderCopier(BlockCopier):
 
     def discard(self, group: int, first: int, end: int) -> None:
         """Discard unused blocks on all ranks."""
-        discard = partial(super().discard, group, first, end)
-        self._program.all_do(Message("discard", {"group": group, "first": first, "end": end}), discard)
+        values = {"group": group, "first": first, "end": end}
+        self._program.all_do(Message("discard", values), partial(BlockCopier.discard, self, **values))
 
     def start(self, copies: Sequence[CacheCopy]) -> None:
         """Make the copies beside the next step, on all ranks."""

@@ -15,8 +15,18 @@ from ..blocks import CacheCopy
 from ..step_metadata import StepMetadata
 
 Kind = Literal[
-    *("load", "count", "reserve", "bind", "host", "step", "copies", "discard", "warm_up"),
-    *("here", "loaded", "failed"),
+    "load",
+    "count",
+    "reserve",
+    "bind",
+    "host",
+    "step",
+    "copies",
+    "discard",
+    "warm_up",
+    "here",
+    "loaded",
+    "failed",
 ]
 """Kinds of messages: the last three are a rank's answers."""
 
@@ -68,12 +78,14 @@ def encode(message: Message, number: int) -> bytes:
     Raises:
         ValueError: a tensor has a dtype that messages do not carry.
     """
-    listed, parts, size = [], [], 0
+    listed: list[tuple[str, str, list[int]]] = []
+    parts: list[Any] = []
+    size = 0
     for name, tensor in message.tensors.items():
         dtype = str(tensor.dtype).removeprefix("torch.")
         if dtype not in _DTYPES:
             raise ValueError(f"{name} is of {tensor.dtype}, which no message carries; convert it")
-        listed.append([name, dtype, list(tensor.shape)])
+        listed.append((name, dtype, list(tensor.shape)))
         if tensor.numel():
             # A dim of size 1 counts as contiguous whatever its stride, which a view of bytes would refuse.
             flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
@@ -83,7 +95,7 @@ def encode(message: Message, number: int) -> bytes:
     return b"".join([_PREFIX.pack(_MARK, len(header), size), header, *parts])
 
 
-def lengths(prefix: bytes) -> tuple[int, int]:
+def lengths(prefix: bytes | bytearray) -> tuple[int, int]:
     """Bytes of the header and of the tensors that follow a prefix of ``PREFIX_BYTES``.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,12 @@ class TorchGroup:
         self, store: dist.Store, rank: int, size: int, *, timeout: float, host: str | None = None, name: str = GROUP
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
+        options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         with self._explained():
-            gloo = dist.ProcessGroupGloo
             options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
-            self._ranks: dist.ProcessGroupGloo | None = gloo(store, rank, size, options)
+            self._ranks: Any = gloo(store, rank, size, options)
 
     @classmethod
     def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
@@ -97,7 +98,7 @@ class TorchGroup:
         self._ranks = None
 
     @property
-    def _group(self) -> dist.ProcessGroupGloo:
+    def _group(self) -> Any:
         if self._ranks is None:
             raise CollectiveFailed(self.rank, "has left the group")
         return self._ranks

@@ -97,7 +97,7 @@ def test_tensors_of_all_kinds_arrive():
         got = found.tensors[name]
         assert got.dtype is expected.dtype and got.shape == expected.shape
         assert got.tolist() == expected.tolist()
-    with pytest.raises(ValueError, match="z is of torch.complex64, which no message carries"):
+    with pytest.raises(ValueError, match="no message carries"):
         encode(Message("load", tensors={"z": torch.zeros(1, dtype=torch.complex64)}), 1)
 
 
