@@ -138,7 +138,13 @@ class Program(Protocol):
 
     One whose steps are compiled or captured at planned sizes also has ``warm_up()``, which does so for all of them
     once caches are bound, uses no blocks but its own (``reserve``) and raises ``DeviceLost`` alone; and
-    ``graph_stats()``, figures about them for ``Engine.stats``.
+    ``graph_stats()``, figures about them for ``Engine.stats``. One that is a part of several ranks' may have
+    ``mode(step)``, the name of the way in which a step is going to run, which has to be the same on all of them, and
+    an attribute ``group``, which is set to the ranks.
+
+    One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)`` and ``copier(…)``, which
+    stand for the function and the class of these names, ``start_again()``, which makes it usable after
+    ``DeviceLost``, if it returns True, and ``close()``.
 
     Attributes:
         caches: one entry per layer's caches, in the order that ``bind`` expects.

@@ -44,6 +44,7 @@ FLOORS = {
     "runtime": (
         *(
             "engine",
+            "parallel",
             "cache",
             "batching profiling program sampling",
             "ops",
@@ -52,7 +53,8 @@ FLOORS = {
         ),
         *(
             "npu_errors",
-            "__init__ autocast blocks memory option phases private_folder processors shown step_metadata token_bytes",
+            "__init__ autocast blocks memory option phases private_folder processors restart_limit shown "
+            "step_metadata token_bytes",
             "cann_toolkit control_group npu_target state_tables window_blocks",
         ),
     ),

@@ -14,6 +14,7 @@ from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.linear.packed_linear import pack_weight
 from ...runtime.ops.linear.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.parallel.group import RankGroup
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec, is_cache_input
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
@@ -77,6 +78,7 @@ class LinkedProgram:
             None where none is.
         tolerance: by how much steps that run as whole graphs may differ from their operators called one by one; None:
             what holds for the dtype of the logits.
+        group: the ranks that run the program together; None where this process does alone.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class LinkedProgram:
         self.device = linkage.device
         self.block_size = linkage.block_size
         self.tolerance: Tolerance | None = None
+        self.group: RankGroup | None = None
         self._run = run
         self._route = run if isinstance(run, Route) else None
         self._args: list[Any] = [constants.get(name) for name in linkage.inputs]
@@ -194,6 +197,10 @@ class LinkedProgram:
         with timed(self.report.seconds):
             self.report.sizes = warm_up(self, self._route)
         self.report.size_limits = list(self._route.limits)
+
+    def mode(self, step: StepMetadata) -> str:
+        """The name of the way in which a step is going to run, which is the same on all ranks."""
+        return "" if self._route is None else self._route.mode(step)
 
     def graph_stats(self) -> dict[str, int]:
         """Figures of steps that run as whole graphs on an NPU: ``graph_sizes`` ready, ``graph_sizes_dropped`` in

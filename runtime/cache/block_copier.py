@@ -36,6 +36,9 @@ class BlockCopier:
 
     def run(self, copies: Sequence[CacheCopy]) -> None:
         """Make the copies; the result is as if they were made one after the other."""
+        self._make(copies)
+
+    def _make(self, copies: Sequence[CacheCopy]) -> None:
         for where, group, sources, targets in _batches(copies):
             self._copy(where, group, sources, targets)
 
@@ -68,7 +71,7 @@ class BlockCopier:
 
     def _run_guarded(self, copies: Sequence[CacheCopy]) -> None:
         try:
-            self.run(copies)
+            self._make(copies)
         except BaseException as error:
             self._failure = error
 

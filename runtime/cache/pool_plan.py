@@ -36,6 +36,78 @@ class PoolPlan:
         return _held(self.window, tokens, block_size)
 
 
+@dataclass(frozen=True)
+class CacheSizes:
+    """What sizes the caches of a program; all but the last two are arguments of ``blocks_by_group``.
+
+    Attributes:
+        swap_bytes: host memory for blocks and states of sequences that wait.
+        ranks: processes that share this host's memory, each with caches of its own.
+    """
+
+    block_size: int
+    num_blocks: int | None
+    memory: int | None
+    free_memory: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    swap_bytes: int
+    ranks: int = 1
+
+
+@dataclass(frozen=True)
+class CacheCounts:
+    """What the caches of a program hold.
+
+    Attributes:
+        device: blocks of each group of layers, then slots if there is a group of states.
+        host: blocks of each group of layers in host memory, and slots of states.
+    """
+
+    device: tuple[int, ...]
+    host: tuple[int, int]
+
+
+def cache_counts(specs: Sequence[AnySpec], sizes: CacheSizes) -> CacheCounts:
+    """Blocks and slots of a program.
+
+    Args:
+        specs: cache specification of each layer.
+        sizes: of its caches.
+
+    Raises:
+        ValueError: not even one block, or the state of one sequence, fits.
+    """
+    free = sizes.free_memory
+    if free is None and sizes.ranks > 1:
+        free = _default_memory() // sizes.ranks
+    counts = blocks_by_group(
+        specs,
+        sizes.block_size,
+        num_blocks=sizes.num_blocks,
+        memory=sizes.memory,
+        free_memory=free,
+        max_num_seqs=sizes.max_num_seqs,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+        max_model_len=sizes.max_model_len,
+    )
+    return CacheCounts(tuple(counts), _host_counts(specs, sizes))
+
+
+def _host_counts(specs: Sequence[AnySpec], sizes: CacheSizes) -> tuple[int, int]:
+    """Of states as many as sequences run, but no more than half of the memory holds where there are blocks, too; none
+    where it does not hold one of each."""
+    block, slot, swap_space = bytes_per_block(specs, sizes.block_size), bytes_per_slot(specs), sizes.swap_bytes
+    if not block + slot or swap_space < block + slot:
+        return 0, 0
+    slots = 0
+    if slot:
+        share = min(swap_space // 2, swap_space - block) if block else swap_space
+        slots = min(sizes.max_num_seqs, max(1, share // slot))
+    return (swap_space - slots * slot) // block if block else 0, slots
+
+
 def plan_pools(
     specs: Sequence[CacheSpec],
     memory: int,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..blocks import BlockGroup, BlockManager
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs
 from ..cache.kv_cache import UNSTATED_MODEL_LEN
+from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
 from ..program import Program
 from ..requests.request import Request
 from .engine_options import EngineOptions
@@ -15,21 +16,47 @@ from .engine_options import EngineOptions
 logger = logging.getLogger(__name__)
 
 
-def block_groups(
-    program: Program, counts: Sequence[int], block_size: int, options: EngineOptions
-) -> list[BlockGroup]:
+def plan_caches(program: Program, block_size: int, options: EngineOptions, free_memory: int | None) -> CacheCounts:
+    """What the caches of a program hold; of several ranks, what those of each do.
+
+    Args:
+        program: has the layers.
+        block_size: tokens per block.
+        options: size the caches.
+        free_memory: see ``EngineBase``.
+
+    Raises:
+        ValueError: not even one block, or the state of one sequence, fits.
+    """
+    sizes = CacheSizes(
+        block_size=block_size,
+        num_blocks=options.num_blocks,
+        memory=options.cache_bytes,
+        free_memory=free_memory,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=options.max_model_len or program.max_model_len,
+        swap_bytes=options.swap_bytes,
+    )
+    plan = getattr(program, "cache_counts", None)
+    return cache_counts(program.caches, sizes) if plan is None else plan(sizes)  # type: ignore[no-any-return]
+
+
+def block_groups(program: Program, planned: CacheCounts, block_size: int, options: EngineOptions) -> list[BlockGroup]:
     """The groups of the program's layers.
 
     Args:
         program: has the layers.
-        counts: blocks of each group, slots of that of states.
+        planned: blocks of each group, slots of that of states.
         block_size: tokens per block.
         options: say what the pools shrink to, and what is swapped where.
 
     Raises:
         ValueError: an option does not fit the others or the device.
     """
-    num_host_blocks, num_host_slots = _host_units(program, block_size, options)
+    _check_swap_space(program, block_size, options)
+    counts: Sequence[int] = planned.device
+    num_host_blocks, num_host_slots = planned.host
     tokens = token_specs(program.caches)
     states = [counts[-1]] if has_state(program.caches) else []
     counts = counts[: len(counts) - len(states)]
@@ -55,28 +82,21 @@ def block_groups(
     return groups
 
 
-def _host_units(program: Program, block_size: int, options: EngineOptions) -> tuple[int, int]:
-    """Blocks of each group of layers, and slots of states, in host memory: of states as many as sequences run, but no
-    more than half of the memory holds where there are blocks, too."""
+def _check_swap_space(program: Program, block_size: int, options: EngineOptions) -> None:
+    """Refuse memory for swapping that holds no sequence's block and state."""
     block, slot = bytes_per_block(program.caches, block_size), bytes_per_slot(program.caches)
     swap_space = options.swap_bytes
+    if block + slot > 0 and swap_space >= block + slot:
+        return
     needed = f"a block of {block} bytes" if not slot else f"a sequence's state of {slot} bytes"
     if slot and block:
         needed += f" and a block of {block} bytes"
-    is_enough = block + slot > 0 and swap_space >= block + slot
-    if options.preemption == "swap" and not is_enough:
+    if options.preemption == "swap":
         raise ValueError(
             f"preemption='swap' needs {needed}, more than swap_space={swap_space} bytes; raise it, such as to 1 GiB"
         )
-    if swap_space and not is_enough:
+    if swap_space:
         raise ValueError(f"swap_space={swap_space} is less than {needed}; raise it, such as to 1 GiB, or use 0")
-    if not is_enough:
-        return 0, 0
-    slots = 0
-    if slot:
-        share = min(swap_space // 2, swap_space - block) if block else swap_space
-        slots = min(options.max_num_seqs, max(1, share // slot))
-    return (swap_space - slots * slot) // block if block else 0, slots
 
 
 def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, options: EngineOptions) -> int | None:

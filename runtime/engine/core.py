@@ -129,12 +129,16 @@ class EngineCore:
             self.steps.settle_if_idle()
         self._is_shut_down = True
         self.steps.close()
+        close = getattr(self.state.runner.program, "close", None)
         del self.state.runner
+        if close is not None:
+            close()
 
     def run_step(self) -> list[Submission]:
         """Run one model step; returns the submissions that progressed or ended.
 
-        When the device is lost all of them end with that error.
+        When the device is lost all of them end with that error, unless the program starts again without what it
+        kept in caches, as that of several ranks does.
         """
         if self.state.batcher.has_unfinished():
             self.before_step()
@@ -146,7 +150,19 @@ class EngineCore:
         except Exception as error:
             if (reason := lost_reason(error)) is None:
                 raise
-            return self._end_all(reason)
+            reason = self._start_again(reason)
+            return self._end_all(reason) if reason else []
+
+    def _start_again(self, reason: str) -> str:
+        """Let the program start again, and what is under way be computed again; why that is impossible, or ""."""
+        start_again = getattr(self.state.runner.program, "start_again", None)
+        try:
+            if start_again is None or not start_again():
+                return reason
+        except DeviceLost as error:
+            return str(error)
+        self.compute_again()
+        return ""
 
     def _end_all(self, reason: str) -> list[Submission]:
         """End everybody, as the device is lost for the ``reason``, and take nobody from now on."""

@@ -13,7 +13,6 @@ from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot
 from ..cache.kv_cache import allocate_kv_cache
-from ..cache.pool_plan import blocks_by_group
 from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
@@ -23,7 +22,7 @@ from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
-from .cache_setup import block_groups, key_variant, longest_sequence
+from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches
 from .core import EngineCore, Result
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
@@ -70,17 +69,8 @@ class EngineBase:
         if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
             raise ValueError(f"max_model_len={options.max_model_len} exceeds the model's {longest}; lower it")
         block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
-        counts = blocks_by_group(
-            program.caches,
-            block_size,
-            num_blocks=options.num_blocks,
-            memory=options.cache_bytes,
-            free_memory=free_memory,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_model_len=options.max_model_len or longest,
-        )
-        groups = block_groups(program, counts, block_size, options)
+        planned = plan_caches(program, block_size, options, free_memory)
+        groups = block_groups(program, planned, block_size, options)
         self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=options.enable_prefix_caching)
         max_model_len, reason = longest_sequence(self.block_manager, options.max_model_len, longest)
 
@@ -100,7 +90,9 @@ class EngineBase:
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
-        cache = allocate_kv_cache(program.caches, [count + spare for count in counts], block_size, program.device)
+        cache = allocate_kv_cache(
+            program.caches, [count + spare for count in planned.device], block_size, program.device
+        )
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
         self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
@@ -108,7 +100,8 @@ class EngineBase:
             with without_autocast(program.device.type):
                 warm_up()
         self.sampler = Sampler(sorted(self.eos_token_ids))
-        copier = BlockCopier(cache, host, [spec.group for spec in program.caches])
+        make_copier = getattr(program, "copier", BlockCopier)
+        copier = make_copier(cache, host, [spec.group for spec in program.caches])
         state = EngineState(self.batcher, self.runner, cost)
         runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
         steps = (LookAhead if runs_ahead else StepRunner)(state, self.sampler, copier)

@@ -15,9 +15,10 @@ import pytest
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.cli.engine_process import engine_argv
+from torch_pagoda.runtime.restart_limit import RestartLimit
 from torch_pagoda.serving.engine_process.client import EngineDied
 from torch_pagoda.serving.engine_process.process_client import ProcessClient
-from torch_pagoda.serving.engine_process.supervisor import EngineProcess, RestartLimit
+from torch_pagoda.serving.engine_process.supervisor import EngineProcess
 from torch_pagoda.serving.engine_process.wire import Start, Submit
 
 from toy_client import ClientLoop, merged, read_all

@@ -14,9 +14,9 @@ from transformers.utils import logging as transformers_logging
 
 from ..checkpoint.configs import load_tokenizer
 from ..runtime.engine.engine_options import EngineOptions
+from ..runtime.restart_limit import RestartLimit
 from ..serving.app import make_app
 from ..serving.engine_process.process_client import ProcessClient
-from ..serving.engine_process.supervisor import RestartLimit
 from ..serving.engine_process.wire import Start
 from ..serving.formats.registry import AnyFormat, resolve
 from ..serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import OPERATORS
+from ....runtime.ops import OPERATORS, collectives
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
 from .kernels import GraphCalls
@@ -38,6 +38,7 @@ NO_BLOCK = -1
 _LEAST_WIDTH = 16  # of a block table
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
 _BY_SHAPE = {operator.cpu for overload, operator in OPERATORS.items() if overload not in _BY_VALUE}
+_EXCHANGES = {OPERATORS[overload].cpu for overload in (collectives.all_reduce, collectives.all_gather)}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
 _NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 
@@ -59,6 +60,7 @@ class RecordedSteps:
         self._memory = ResultMemory()
         self._lock = threading.Lock()
         self._possible = load_kernels() is not None
+        self._exchanges = any(node.target in _EXCHANGES for node in calls.module.graph.nodes)
 
     def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
         """The graph's outputs for its inputs, in order; they hold until the next call."""
@@ -88,7 +90,12 @@ class RecordedSteps:
         self._steps.move_to_end(key)
         step = self._steps[key]
         if step is not None and step.fits(args):
-            return step.replay(args)
+            outputs = step.replay(args)
+            if outputs is None and self._exchanges:
+                raise RuntimeError(
+                    "a kernel refused its arguments; the step is not run again, as other ranks run it once"
+                )
+            return outputs
         step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
         if step.refusal:
             log.info("not recording steps: %s", step.refusal)
@@ -215,7 +222,8 @@ class _Recorder:
                 found = function(*args, **kwargs)
             for address in watch.taken:
                 self._holders.setdefault(address, 0)
-            if not watch.computes:
+            # An exchange without a kernel of ours is no less of one.
+            if not watch.computes and (calls or function not in _EXCHANGES):
                 self._calls += calls
                 return found
         else:

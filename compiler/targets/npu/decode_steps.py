@@ -153,9 +153,15 @@ class DecodeRoute(Route):
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
-        is_decode = is_decode_step(step.query_lens, step.state_reads, input_ids.shape[1])
-        part = self.decode if is_decode and self._kinds.fits(step.block_table) else self.others
-        return part.fit(input_ids, position_ids, step)
+        return self._part(step).fit(input_ids, position_ids, step)
+
+    def mode(self, step: StepMetadata) -> str:
+        part = self._part(step)
+        return f"{'decode steps' if part is self.decode else 'other steps'}: {part.mode(step)}"
+
+    def _part(self, step: StepMetadata) -> Route:
+        is_decode = is_decode_step(step.query_lens, step.state_reads, step.slot_mapping.shape[0])
+        return self.decode if is_decode and self._kinds.fits(step.block_table) else self.others
 
     def __call__(self, *args: Any) -> Sequence[Any]:
         return (self.decode if self._kinds.is_decode(args) else self.others)(*args)

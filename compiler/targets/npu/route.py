@@ -88,6 +88,7 @@ class Route(ABC):
         self.is_warm = False
         self.eager_steps: Counter[str] = Counter()
         self.dropped_schedules: dict[str, str] = {}
+        self._sized: tuple[StepMetadata, StepSize | None] | None = None
         self._limits: list[str] = []
         self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = 0
         self._first_spare_block = self._spare_slot = self._spare_blocks = self._padding_blocks = 0
@@ -188,11 +189,17 @@ class Route(ABC):
         """The most dummy tokens that there is room for."""
         return self._padding_blocks * self.block_size
 
+    def mode(self, step: StepMetadata) -> str:
+        """The name of the size at which ``fit`` lets a step run; called just before."""
+        self._sized = step, self.size_for(size_of(step))
+        return str(self._sized[1] or "as it is")
+
     def fit(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata
     ) -> tuple[torch.Tensor, torch.Tensor, StepMetadata]:
         """Ids ``[1, T]``, positions ``[1, T]`` and metadata of a step, on the host, at the size that it runs at."""
-        size = self.size_for(size_of(step))
+        sized, self._sized = self._sized, None
+        size = sized[1] if sized is not None and sized[0] is step else self.size_for(size_of(step))
         if size is None:
             return input_ids, position_ids, step
         return pad_step(

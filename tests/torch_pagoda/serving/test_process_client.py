@@ -17,10 +17,11 @@ import httpx
 import psutil
 import pytest
 
+from torch_pagoda.runtime.restart_limit import RestartLimit
 from torch_pagoda.serving.app import make_app
 from torch_pagoda.serving.engine_process.client import EngineDied, EngineUnavailable
 from torch_pagoda.serving.engine_process.process_client import ProcessClient
-from torch_pagoda.serving.engine_process.supervisor import EngineProcess, RestartLimit
+from torch_pagoda.serving.engine_process.supervisor import EngineProcess
 from torch_pagoda.serving.engine_process.wire import Start, Submit
 from torch_pagoda.serving.settings import Settings
 

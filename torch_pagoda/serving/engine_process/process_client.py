@@ -6,8 +6,9 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from ...runtime.restart_limit import RestartLimit
 from .socket_client import SocketClient
-from .supervisor import EngineProcess, RestartLimit
+from .supervisor import EngineProcess
 from .wire import Start
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Starts and ends engine processes, and limits their restarts."""
+"""Starts and ends engine processes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ import os
 import signal
 import socket
 import subprocess
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 _POLL_SECONDS = 0.05
@@ -87,29 +85,3 @@ class EngineProcess:
     def _kill_group(self) -> None:
         with suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
-
-
-class RestartLimit:
-    """A limit on restarts per time.
-
-    Args:
-        most: maximum restarts; 0: none.
-        seconds: length of the sliding window.
-        clock: the current time in seconds.
-    """
-
-    def __init__(self, most: int = 3, seconds: float = 600.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.most = most
-        self.seconds = seconds
-        self._clock = clock
-        self._times: deque[float] = deque()
-
-    def allows_one(self) -> bool:
-        """Whether another restart is allowed now; if so, count it."""
-        now = self._clock()
-        while self._times and self._times[0] <= now - self.seconds:
-            self._times.popleft()
-        if len(self._times) >= self.most:
-            return False
-        self._times.append(now)
-        return True

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .....runtime.cache.cache_specs import has_state
 from .....runtime.npu_errors.device_lost import raise_if_lost
+from .....runtime.parallel.group import RankGroup
 from .....runtime.phases import note, phase
 from .....runtime.program import CacheSpec, StateSpec
 from .....runtime.step_metadata import StepMetadata
@@ -43,10 +44,12 @@ class Linked(Protocol):
     Attributes:
         vocab_size: columns of the logits.
         tolerance: by how much a graph may differ from its operators; None: what holds for the dtype of the logits.
+        group: the ranks that run the program together; None where this process does alone.
     """
 
     vocab_size: int
     tolerance: Tolerance | None
+    group: RankGroup | None
 
     def arguments(self, input_ids: Tensor, position_ids: Tensor, step: StepMetadata) -> list[Any]:
         """Values of the graph's inputs for a step."""
@@ -88,18 +91,37 @@ def _progress(done: int, count: int, seconds: float, *, again: bool) -> str:
 def _check(program: Linked, route: Route, size: PlannedSize, variant: int, check: SizeCheck) -> None:
     """Run one of the steps of a size and compare it; the size is dropped where that fails."""
     began = time.perf_counter()
+    error, reason = 0.0, ""
     try:
         if not variant:
             size.compile()
-        error, reason = _compared(program, route, size, size.shapes[variant], variant)
     except Exception as raised:
-        raise_if_lost(raised)
-        error, reason = math.inf, f"it fails: {first_line(raised)}"
+        error, reason = _failed(raised)
+    reason = _agreed(program.group, reason)
+    if not reason:
+        try:
+            error, reason = _compared(program, route, size, size.shapes[variant], variant)
+        except Exception as raised:
+            error, reason = _failed(raised)
+        reason = _agreed(program.group, reason)
     check.error, check.reason = max(check.error, error), reason
     check.seconds += time.perf_counter() - began
     if reason:
         log.warning("%s do not run as a whole graph: %s", size.name, reason)
         size.drop(reason)
+
+
+def _failed(raised: Exception) -> tuple[float, str]:
+    """The error of a graph that cannot be made or run, and why."""
+    raise_if_lost(raised)
+    return math.inf, f"it fails: {first_line(raised)}"
+
+
+def _agreed(group: RankGroup | None, reason: str) -> str:
+    """Why a size is dropped on every rank: this rank's reason, or that another rank has one."""
+    if group is None or not group.agree(bool(reason), "max"):
+        return reason
+    return reason or "another rank drops it"
 
 
 def _compared(program: Linked, route: Route, size: PlannedSize, shape: StepShape, variant: int) -> tuple[float, str]:

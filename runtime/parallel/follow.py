@@ -1,0 +1,153 @@
+"""The loop of a rank other than 0: it does what the messages say, and decides nothing."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..autocast import without_autocast
+from ..cache.block_copier import BlockCopier
+from ..cache.kv_cache import allocate_kv_cache
+from ..cache.pool_plan import CacheSizes, cache_counts
+from ..memory import keep_freed_memory
+from ..program import KVCache, Program
+from ..step_metadata import StepMetadata
+from .channel import Channel, ChannelClosed
+from .group import CollectiveFailed, GroupFailed, RankGroup, least_counts
+from .messages import Message, TornMessage, copies_of, step_of
+
+LoadProgram = Callable[[Message, RankGroup], Program]
+"""Makes this rank's part of what a message of kind ``"load"`` describes."""
+
+_MAX_TRACEBACK = 20_000
+
+
+def follow(program: Program, channel: Channel, group: RankGroup) -> None:
+    """Run a program as rank 0 says, until it closes the channel.
+
+    Args:
+        program: this rank's part.
+        channel: to rank 0.
+        group: all ranks.
+
+    Raises:
+        TornMessage: a message was damaged.
+        GroupFailed: another rank has failed, or this one would not do what rank 0 does.
+    """
+    follower = Follower(program, group)
+    if program.device.type == "cpu":
+        keep_freed_memory()
+    while True:
+        try:
+            message = channel.receive()
+        except ChannelClosed:
+            return
+        follower.do(message)
+
+
+class Follower:
+    """A rank's program and caches.
+
+    Args:
+        program: this rank's part.
+        group: all ranks.
+    """
+
+    def __init__(self, program: Program, group: RankGroup) -> None:
+        self.program = program
+        self.group = group
+        join(program, group)
+        self._spare = self._block_size = 0
+        self._kv_cache: KVCache = []
+        self._copier = BlockCopier([], [], [])
+
+    def do(self, message: Message) -> None:
+        """Do what a message says.
+
+        Raises:
+            TornMessage: it does not say what its kind says.
+        """
+        todo = getattr(self, f"_{message.kind}", None)
+        if todo is None:
+            raise TornMessage(f"message {message.number} of kind {message.kind!r} is not for this rank now")
+        try:
+            todo(message)
+        except KeyError as error:
+            raise TornMessage(f"message {message.number} of kind {message.kind!r} lacks {error}") from error
+
+    def _count(self, message: Message) -> None:
+        least_counts(cache_counts(self.program.caches, CacheSizes(**message.values)), self.group)
+
+    def _reserve(self, message: Message) -> None:
+        self._spare = self.program.reserve(*message.values["limits"])
+        self._agree_done(self._spare)
+
+    def _bind(self, message: Message) -> None:
+        self._block_size = message.values["block_size"]
+        self._kv_cache = self._allocate(message.values["counts"], self.program.device)
+        self._copier = BlockCopier(self._kv_cache, [], self._groups)
+        self.program.bind(self._kv_cache)
+        self._agree_done(0)
+
+    def _host(self, message: Message) -> None:
+        counts = message.values["counts"]
+        host = self._allocate(counts, torch.device("cpu")) if counts else []
+        self._copier = BlockCopier(self._kv_cache, host, self._groups)
+        self._agree_done(0)
+
+    def _warm_up(self, message: Message) -> None:
+        warm_up = getattr(self.program, "warm_up", None)
+        if warm_up is not None:
+            with without_autocast(self.program.device.type):
+                warm_up()
+
+    def _step(self, message: Message) -> None:
+        step = step_of(message)
+        mode = mode_of(self.program, step.metadata)
+        if mode != step.mode:
+            raise GroupFailed(self.group.rank, f"would run {mode!r}, but rank 0 runs {step.mode!r}")
+        self._copier.start(step.copies)
+        try:
+            with torch.inference_mode():
+                self.program(step.input_ids, step.position_ids, step.metadata)
+        finally:
+            self._copier.join()
+
+    def _copies(self, message: Message) -> None:
+        self._copier.run(copies_of(message))
+
+    def _discard(self, message: Message) -> None:
+        values = message.values
+        self._copier.discard(values["group"], values["first"], values["end"])
+
+    def _allocate(self, counts: list[int], device: torch.device) -> KVCache:
+        return allocate_kv_cache(self.program.caches, counts, self._block_size, device)
+
+    @property
+    def _groups(self) -> Sequence[int]:
+        return [spec.group for spec in self.program.caches]
+
+    def _agree_done(self, spare: int) -> None:
+        self.group.agree(spare, "equal", "number of spare blocks")
+
+
+def join(program: Program, group: RankGroup) -> None:
+    """Tell a program that asks for it of the ranks that run it."""
+    if hasattr(program, "group"):
+        program.group = group
+
+
+def mode_of(program: Program, step: StepMetadata) -> str:
+    """How a program is going to run a step: all ranks run it in the same way."""
+    mode = getattr(program, "mode", None)
+    return "" if mode is None else str(mode(step))
+
+
+def failed_message(error: BaseException) -> Message:
+    """What a rank tells before it ends because of an error."""
+    reason = f"{type(error).__name__}: {error}".strip().partition("\n")[0][:500]
+    lines = "".join(traceback.format_exception(error))[-_MAX_TRACEBACK:]
+    values = {"reason": reason, "traceback": lines, "is_consequence": isinstance(error, CollectiveFailed)}
+    return Message("failed", values)

@@ -1,0 +1,66 @@
+"""The ranks of a group as the runtime sees them, and the error of a group that has failed."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+
+from ..cache.pool_plan import CacheCounts
+from ..npu_errors.device_lost import DeviceLost
+from ..ops.collectives import ParallelGroup
+
+Agreement = Literal["min", "max", "equal"]
+
+
+class GroupFailed(DeviceLost):
+    """A rank ended, raised or stopped, so no rank computes any more.
+
+    Attributes:
+        rank: the one that failed.
+        reason: what became of it.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(f"rank {rank} {reason}")
+        self.rank = rank
+        self.reason = reason
+
+
+class CollectiveFailed(GroupFailed):
+    """Another rank did not take part in an exchange; ``rank`` is the one that noticed."""
+
+
+class RankGroup(ParallelGroup, Protocol):
+    """A group with which ranks also decide together.
+
+    Every method but ``close`` is called on all ranks, in one order, and raises ``CollectiveFailed`` where another
+    rank does not take part.
+    """
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """The ``x`` of rank ``source``, which has the same shape and dtype on all ranks."""
+
+    def agree(self, value: int, how: Agreement, name: str = "value") -> int:
+        """The least or the largest ``value`` of all ranks.
+
+        Raises:
+            GroupFailed: with ``"equal"``, on every rank, if they differ; ``name`` says in what.
+        """
+
+    def close(self) -> None:
+        """Leave the group."""
+
+
+def least_counts(counts: CacheCounts, group: RankGroup) -> CacheCounts:
+    """Of each number the least of all ranks.
+
+    Raises:
+        GroupFailed: ranks have other groups of layers.
+    """
+    group.agree(len(counts.device), "equal", "number of groups of layers")
+    blocks, slots = counts.host
+    return CacheCounts(
+        tuple(group.agree(count, "min") for count in counts.device),
+        (group.agree(blocks, "min"), group.agree(slots, "min")),
+    )

@@ -1,0 +1,216 @@
+"""Starts the ranks of this host, gives them a program, and ends them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..ops.collectives import drop_group, set_group
+from ..ops.native import processor
+from ..program import Program
+from ..restart_limit import RestartLimit
+from .group import GroupFailed, RankGroup
+from .leader import LeaderProgram
+from .messages import Message, encode
+from .torch_group import TorchGroup
+from .watch import Watch
+from .workers import COMMAND, start_workers
+
+END_SECONDS = 5.0
+
+
+class Ranks:
+    """This process as rank 0, and child processes as the others, which start at once.
+
+    Give them a program by ``load``, prepare this rank's own meanwhile, and lead by ``lead``. ``close``, the garbage
+    collector and the end of this process end the others. They fail together: each method then raises ``GroupFailed``.
+
+    Args:
+        size: number of ranks.
+        command: starts one of the others; ``torch_pagoda.rank`` says which arguments follow.
+        threads: of each of the others; None: as many as torch has here.
+        load_timeout: seconds until all have loaded, and for warm-up.
+        step_timeout: seconds for one step, and for any other message.
+        restarts: how often others are started in place of those that failed; None: three times in ten minutes.
+
+    Raises:
+        OSError: a process could not be started.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        command: Sequence[str] = COMMAND,
+        threads: int | None = None,
+        load_timeout: float = 3600.0,
+        step_timeout: float = 300.0,
+        restarts: RestartLimit | None = None,
+    ) -> None:
+        self.size = size
+        self.load_timeout, self.step_timeout = load_timeout, step_timeout
+        self.num_restarts = 0
+        self._command = tuple(command)
+        self._threads = torch.get_num_threads() if threads is None else threads
+        self._restarts = RestartLimit() if restarts is None else restarts
+        self._load: Message | None = None
+        self._group: RankGroup | None = None
+        self._start()
+
+    @property
+    def group(self) -> RankGroup:
+        """All ranks, once they are to load."""
+        if self._group is None:
+            raise RuntimeError("the ranks have not met; call load() first")
+        return self._group
+
+    @property
+    def failure(self) -> GroupFailed | None:
+        """What has failed, if the other ranks were ended because of it."""
+        return self._watch.failure
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return [worker.process.pid for worker in self._watch.workers]
+
+    def load(self, message: Message) -> None:
+        """Let the other ranks load their programs; returns when they have begun.
+
+        Args:
+            message: of kind ``"load"``; ``load_program`` of the other ranks gets it.
+
+        Raises:
+            GroupFailed: a rank ended, or runs other versions, threads or another processor.
+        """
+        self._load = message
+        with self.task("the start", self.load_timeout):
+            answers = self._watch.answers("here")
+            _refuse_differences(facts(self._threads), {rank: answer.values for rank, answer in answers.items()})
+            self.send(message)
+            self._group = self._meet()
+        set_group(self._group)
+
+    def lead(self, program: Program) -> LeaderProgram:
+        """The program of all ranks, of which ``program`` is this one's part; waits until the others have loaded.
+
+        Raises:
+            GroupFailed: a rank could not, or holds another program.
+        """
+        self._wait_loaded(program)
+        return LeaderProgram(program, self)
+
+    def start_again(self, program: Program) -> bool:
+        """Start other ranks in place of those that failed, and wait until they have loaded; False if there were too
+        many of late.
+
+        Raises:
+            GroupFailed: the new ones failed, too.
+        """
+        if self._load is None or not self._restarts.allows_one():
+            return False
+        self.close()
+        self.num_restarts += 1
+        self._start()
+        self.load(self._load)
+        self._wait_loaded(program)
+        return True
+
+    def task(self, name: str, seconds: float | None = None) -> AbstractContextManager[None]:
+        """See ``Watch.task``; by default of ``step_timeout`` seconds."""
+        return self._watch.task(name, self.step_timeout if seconds is None else seconds)
+
+    def send(self, message: Message) -> None:
+        """Send a message to all other ranks, inside ``task``."""
+        self._number += 1
+        encoded = encode(message, self._number)
+        for worker in self._watch.workers:
+            worker.channel.send_bytes(encoded)
+
+    def close(self) -> None:
+        """End the other ranks; a second call does nothing."""
+        self._end()
+        if self._group is not None:
+            drop_group(self._group.name)
+            self._group.close()
+            self._group = None
+
+    def _start(self) -> None:
+        self._number = 0
+        meeting = os.memfd_create("torch_pagoda-ranks")
+        try:
+            start = partial(start_workers, self._command, self.size, meeting, self._threads)
+            self._watch = Watch(start, partial(_abort, weakref.ref(self)))
+        except BaseException:
+            os.close(meeting)
+            raise
+        self._meeting = meeting
+        self._end = weakref.finalize(self, _end, self._watch, meeting, os.getpid())
+
+    def _meet(self) -> RankGroup:
+        """The group, which torch waits for without a word of what becomes of the others."""
+        found: Future[RankGroup] = Future()
+
+        def meet(meeting: int) -> None:
+            try:
+                found.set_result(TorchGroup.of_descriptor(meeting, 0, self.size, self.load_timeout))
+            except BaseException as error:
+                found.set_exception(error)
+            finally:
+                os.close(meeting)
+
+        thread = threading.Thread(target=meet, args=(os.dup(self._meeting),), name="pagoda-meeting", daemon=True)
+        thread.start()
+        self._watch.wait(thread)
+        return found.result()
+
+    def _wait_loaded(self, program: Program) -> None:
+        with self.task("loading", self.load_timeout):
+            own = digest_of(program)
+            answers = self._watch.answers("loaded")
+            _refuse_differences(own, {rank: answer.values for rank, answer in answers.items()})
+
+
+def facts(threads: int) -> dict[str, Any]:
+    """What must be the same on all ranks, lest their numbers differ."""
+    try:
+        version = importlib.metadata.version("torch-pagoda")
+    except importlib.metadata.PackageNotFoundError:
+        version = "unknown"
+    return {"torch": torch.__version__, "torch-pagoda": version, "processor": processor(), "threads": threads}
+
+
+def digest_of(program: Program) -> dict[str, Any]:
+    """What tells one rank's program from another's that is no part of the same model."""
+    return {"program": getattr(program, "digest", ""), "vocab_size": program.vocab_size}
+
+
+def _refuse_differences(own: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
+    for rank, theirs in others.items():
+        for name, value in own.items():
+            if theirs.get(name) != value:
+                raise GroupFailed(rank, f"has another {name} than rank 0: {theirs.get(name)!r}, not {value!r}")
+
+
+def _end(watch: Watch, meeting: int, pid: int) -> None:
+    """End the other ranks, unless this is a fork of the process that has them."""
+    os.close(meeting)
+    if os.getpid() == pid:
+        watch.end(END_SECONDS)
+
+
+def _abort(ranks: weakref.ref[Ranks]) -> None:
+    """Let this rank leave an exchange that waits in this process for the others, in memory that they share."""
+    found = ranks()
+    abort = getattr(found._group, "abort", None) if found is not None else None
+    if abort is not None:
+        abort()

@@ -1,0 +1,198 @@
+"""The program of all ranks: each message goes to the others, then rank 0 does its part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..blocks import CacheCopy
+from ..cache.block_copier import BlockCopier
+from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
+from ..program import CacheSpec, KVCache, Program
+from ..step_metadata import StepMetadata
+from .follow import join, mode_of
+from .group import least_counts
+from .interrupts import interrupts_held
+from .messages import Message, Step, copies_message, step_message
+
+if TYPE_CHECKING:
+    from .launch import Ranks
+
+
+class LeaderProgram:
+    """A ``Program`` whose steps all ranks run, each its part; attributes are those of rank 0's.
+
+    An exception behind the first byte of a message leaves the ranks in different states, so it ends them all, and
+    ``GroupFailed`` is raised.
+
+    Args:
+        program: rank 0's part.
+        ranks: the others, loaded.
+    """
+
+    def __init__(self, program: Program, ranks: Ranks) -> None:
+        self.caches = program.caches
+        self.vocab_size = program.vocab_size
+        self.max_model_len = program.max_model_len
+        self.restart_length = program.restart_length
+        self.rope_switch = program.rope_switch
+        self.device = program.device
+        self.block_size = program.block_size
+        self._program = program
+        self._ranks = ranks
+        self._copies: Sequence[CacheCopy] = ()
+        self._num_steps = 0
+        self._setup: dict[str, tuple[Message, int]] = {}
+        join(program, ranks.group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._program, name)
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """Run one flat step on all ranks."""
+        self._num_steps += 1
+        with self._together(f"step {self._num_steps}"):
+            sent = Step(input_ids, position_ids, step, mode_of(self._program, step), self.take_copies())
+            self._ranks.send(step_message(sent))
+            return self._program(input_ids, position_ids, step)
+
+    def cache_counts(self, sizes: CacheSizes) -> CacheCounts:
+        """What the caches of every rank hold: of each number the least."""
+        sizes = replace(sizes, ranks=self._ranks.size)
+        own = cache_counts(self.caches, sizes)
+        with self._together("planning the caches"):
+            self._ranks.send(Message("count", asdict(sizes)))
+            return least_counts(own, self._ranks.group)
+
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """Announce the largest steps to all ranks; see ``Program``."""
+        limits = [max_num_seqs, max_num_batched_tokens, max_model_len]
+        spare = self._program.reserve(*limits)
+        self._set_up(Message("reserve", {"limits": limits}), spare)
+        return spare
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """Give every rank caches of so many blocks as these."""
+        self._program.bind(kv_cache)
+        self._setup.pop("host", None)
+        self._set_up(Message("bind", {"counts": self._counts(kv_cache), "block_size": self._tokens(kv_cache)}))
+
+    def copier(self, kv_cache: KVCache, host_cache: KVCache, group_of_layer: Sequence[int]) -> LeaderCopier:
+        """What copies blocks of the caches that are bound, on all ranks."""
+        self._set_up(Message("host", {"counts": self._counts(host_cache) if host_cache else []}))
+        return LeaderCopier(self, kv_cache, host_cache, group_of_layer)
+
+    def warm_up(self) -> None:
+        """Compile or capture steps of all planned sizes on every rank."""
+        warm_up = getattr(self._program, "warm_up", None)
+        if warm_up is not None:
+            with self._together("warm-up", self._ranks.load_timeout):
+                self._ranks.send(Message("warm_up"))
+                warm_up()
+
+    def start_again(self) -> bool:
+        """After ``GroupFailed``: start other ranks, with empty caches of the same sizes. False if there were too many
+        starts of late."""
+        self._copies = ()
+        if self._ranks.failure is None or not self._ranks.start_again(self._program):
+            return False
+        join(self._program, self._ranks.group)
+        for message, spare in list(self._setup.values()):
+            self._set_up(message, spare)
+        return True
+
+    def graph_stats(self) -> dict[str, int]:
+        """Those of rank 0, the number of ``ranks``, and how often others were started anew, ``rank_restarts``."""
+        own = getattr(self._program, "graph_stats", dict)()
+        return {**own, "ranks": self._ranks.size, "rank_restarts": self._ranks.num_restarts}
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self._ranks.close()
+
+    def all_do(self, message: Message, own: Callable[[], None]) -> None:
+        """Send what the other ranks do by themselves, and do this rank's part."""
+        with self._together(message.kind):
+            self._ranks.send(message)
+            own()
+
+    @contextmanager
+    def _together(self, name: str, seconds: float | None = None) -> Iterator[None]:
+        with interrupts_held(), self._ranks.task(name, seconds):
+            yield
+
+    def _set_up(self, message: Message, spare: int = 0) -> None:
+        """Send what new ranks have to be told, too, and wait until all have done it and need as many blocks."""
+        self._setup[message.kind] = message, spare
+        with self._together(message.kind):
+            self._ranks.send(message)
+            self._ranks.group.agree(spare, "equal", "number of spare blocks")
+
+    def take_copies(self) -> Sequence[CacheCopy]:
+        """The copies that go with the next step, once."""
+        copies, self._copies = self._copies, ()
+        return copies
+
+    def give_copies(self, copies: Sequence[CacheCopy]) -> None:
+        """Let copies go with the next step."""
+        self._copies = copies
+
+    def _counts(self, cache: KVCache) -> list[int]:
+        """Blocks, or slots, of each group of layers."""
+        counts = {spec.group: layer[0].shape[0] for spec, layer in zip(self.caches, cache, strict=True)}
+        return [counts[group] for group in sorted(counts)]
+
+    def _tokens(self, cache: KVCache) -> int:
+        """Of a block; 1 where there are only states."""
+        return next(
+            (
+                layer[0].shape[2 if spec.parts()[0].by_head else 1]
+                for spec, layer in zip(self.caches, cache, strict=True)
+                if isinstance(spec, CacheSpec)
+            ),
+            1,
+        )
+
+
+class LeaderCopier(BlockCopier):
+    """Copies blocks on all ranks.
+
+    Args:
+        program: tells the other ranks.
+        kv_cache: rank 0's, as for ``BlockCopier``.
+        host_cache: the same.
+        group_of_layer: the same.
+    """
+
+    def __init__(
+        self, program: LeaderProgram, kv_cache: KVCache, host_cache: KVCache, group_of_layer: Sequence[int]
+    ) -> None:
+        super().__init__(kv_cache, host_cache, group_of_layer)
+        self._program = program
+
+    def run(self, copies: Sequence[CacheCopy]) -> None:
+        """Make the copies on all ranks."""
+        if copies:
+            self._program.all_do(copies_message(copies), lambda: self._make(copies))
+
+    def discard(self, group: int, first: int, end: int) -> None:
+        """Discard unused blocks on all ranks."""
+        values = {"group": group, "first": first, "end": end}
+        self._program.all_do(Message("discard", values), partial(BlockCopier.discard, self, **values))
+
+    def start(self, copies: Sequence[CacheCopy]) -> None:
+        """Make the copies beside the next step, on all ranks."""
+        self._program.give_copies(copies)
+        super().start(copies)
+
+    def join(self) -> None:
+        """Wait for the copies of this rank; where no step has gone with them, the others make them now."""
+        copies = self._program.take_copies()
+        super().join()
+        if copies:
+            self._program.all_do(copies_message(copies), lambda: None)

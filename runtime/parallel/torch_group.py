@@ -1,0 +1,120 @@
+"""A group over torch.distributed's gloo: the reference for other groups, and what runs where they cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..ops.collectives import GROUP
+from .group import Agreement, CollectiveFailed, GroupFailed
+
+
+class TorchGroup:
+    """Ranks that exchange tensors over TCP.
+
+    A sum is made of every rank's numbers on each rank, in one order: its bits are the same everywhere and depend on
+    nothing but the numbers. Each rank receives ``size - 1`` tensors for it, which suits a few ranks.
+
+    The process group is not torch's default one, which belongs to the user's script.
+
+    Args:
+        store: which all ranks see, with nothing in it of another group.
+        rank: of this process.
+        size: number of ranks.
+        timeout: seconds that an exchange waits for other ranks.
+        host: address of this rank that others reach; None: what the host's name resolves to.
+        name: by which graphs name the group.
+
+    Raises:
+        CollectiveFailed: the other ranks did not come.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, timeout: float, host: str | None = None, name: str = GROUP
+    ) -> None:
+        self.rank, self.size, self.name = rank, size, name
+        gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=timeout)
+        with self._explained():
+            options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+            self._ranks: Any = gloo(store, rank, size, options)
+
+    @classmethod
+    def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
+        """The group of ranks on this host that meet in a file without a name, which can be closed then.
+
+        Args:
+            meeting: its descriptor in this process, of ``os.memfd_create``.
+            rank: as above.
+            size: as above.
+            timeout: as above.
+        """
+        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)
+        return cls(store, rank, size, timeout=timeout, host="127.0.0.1")
+
+    @classmethod
+    def of_environment(cls, timeout: float) -> TorchGroup:
+        """The group of the processes that ``torchrun`` started: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."""
+        store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        return cls(dist.PrefixStore("torch_pagoda", store), rank, size, timeout=timeout)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum, see ``ParallelGroup``; float64 is added in float64."""
+        first, *others = self._gathered(x)
+        total = first.to(torch.promote_types(x.dtype, torch.float32))
+        for part in others:
+            total = total + part
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Every rank's ``x``, see ``ParallelGroup``."""
+        return torch.cat(list(self._gathered(x)), -1)
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """See ``RankGroup``."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = source, 0
+        sent = x.clone(memory_format=torch.contiguous_format)
+        with self._explained():
+            self._group.broadcast([sent], options).wait()
+        return sent
+
+    def agree(self, value: int, how: Agreement, name: str = "value") -> int:
+        """See ``RankGroup``."""
+        values = torch.cat(self._gathered(torch.tensor([value]))).tolist()
+        if how == "equal" and len(set(values)) > 1:
+            odd = next(rank for rank, other in enumerate(values) if other != values[0])
+            raise GroupFailed(odd, f"has another {name} than rank 0: {values[odd]}, not {values[0]}")
+        return int(max(values) if how == "max" else min(values))
+
+    def close(self) -> None:
+        """See ``RankGroup``; a second call does nothing."""
+        self._ranks = None
+
+    @property
+    def _group(self) -> Any:
+        if self._ranks is None:
+            raise CollectiveFailed(self.rank, "has left the group")
+        return self._ranks
+
+    def _gathered(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = x.new_empty(self.size, *x.shape).unbind(0)
+        with self._explained():
+            self._group.allgather([list(parts)], [x.contiguous()]).wait()
+        return parts
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except GroupFailed:
+            raise
+        except RuntimeError as error:
+            line = str(error).strip().partition("\n")[0][:300]
+            raise CollectiveFailed(self.rank, f"could not exchange tensors with other ranks: {line}") from error

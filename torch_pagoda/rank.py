@@ -1,0 +1,93 @@
+"""One rank of a group of processes, started by rank 0: ``python -m torch_pagoda.rank`` and numbers.
+
+The numbers are the descriptors of the socket to rank 0 and of the file in which the ranks meet, the rank, the number
+of ranks, and the process id of rank 0.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .runtime.parallel.follow import LoadProgram
+    from .runtime.parallel.group import RankGroup
+    from .runtime.parallel.messages import Message
+    from .runtime.program import Program
+
+_PR_SET_PDEATHSIG = 1
+_MEET_SECONDS = 600.0
+
+
+def main(arguments: list[str], load_program: LoadProgram) -> int:
+    """Follow rank 0 until it ends or says so; returns the exit status.
+
+    Args:
+        arguments: the numbers.
+        load_program: makes this rank's program.
+    """
+    fd, meeting, rank, size, leader = map(int, arguments)
+    _end_with(leader, fd)
+    # Ctrl-C in a terminal reaches the whole group of processes; rank 0 decides what becomes of it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    import logging
+
+    import torch
+
+    from .runtime.ops.collectives import set_group
+    from .runtime.parallel.channel import Channel, ChannelClosed
+    from .runtime.parallel.follow import failed_message, follow
+    from .runtime.parallel.launch import digest_of, facts
+    from .runtime.parallel.messages import Message
+    from .runtime.parallel.torch_group import TorchGroup
+
+    logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
+    channel = Channel(socket.socket(fileno=fd))
+    try:
+        channel.send(Message("here", facts(torch.get_num_threads())))
+        message = channel.receive()
+        group = TorchGroup.of_descriptor(meeting, rank, size, _MEET_SECONDS)
+        os.close(meeting)
+        set_group(group)
+        program = load_program(message, group)
+        channel.send(Message("loaded", digest_of(program)))
+        follow(program, channel, group)
+    except ChannelClosed:
+        pass
+    except BaseException as error:
+        with suppress(ChannelClosed):
+            channel.send(failed_message(error))
+        return 1
+    return 0
+
+
+def load_program(message: Message, group: RankGroup) -> Program:
+    """Make this rank's part of the model that a message describes."""
+    raise NotImplementedError("models are not shipped to other ranks yet; use tensor_parallel_size=1")
+
+
+def _end_with(leader: int, fd: int) -> None:
+    """Let this process end with rank 0, at once and whatever it does."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != leader:
+        os._exit(0)  # it ended before
+
+    def wait() -> None:
+        poll = select.poll()
+        poll.register(fd, 0)  # only what is always reported: that the other side hung up
+        poll.poll()
+        os._exit(0)
+
+    threading.Thread(target=wait, name="pagoda-rank-0", daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], load_program))
