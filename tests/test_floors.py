@@ -44,7 +44,7 @@ FLOORS = {
     "runtime": (
         *(
             "engine",
-            "cache",
+            "cache parallel",
             "batching profiling program sampling",
             "ops",
             "requests",

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from ....runtime.ops import OPERATORS
+from ....runtime.ops.collectives import all_gather, all_reduce, group_changes
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
 from .kernels import GraphCalls
@@ -39,6 +40,7 @@ _LEAST_WIDTH = 16  # of a block table
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
 _BY_SHAPE = {operator.cpu for overload, operator in OPERATORS.items() if overload not in _BY_VALUE}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
+_COLLECTIVES = {OPERATORS[overload].cpu for overload in (all_reduce, all_gather)}
 _NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 
 
@@ -59,9 +61,15 @@ class RecordedSteps:
         self._memory = ResultMemory()
         self._lock = threading.Lock()
         self._possible = load_kernels() is not None
+        self._collective = any(node.target in _COLLECTIVES for node in calls.module.graph.nodes)
 
     def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The graph's outputs for its inputs, in order; they hold until the next call."""
+        """The graph's outputs for its inputs, in order; they hold until the next call.
+
+        Raises:
+            RuntimeError: a kernel refused its arguments in the middle of a step that several ranks run. One of them
+                alone can't run it again: the others have gone on.
+        """
         tokens = args[self._varying[0]].shape[1]
         if tokens > MOST_TOKENS or not self._possible or not self._lock.acquire(blocking=False):
             return self._calls(*args)
@@ -79,7 +87,7 @@ class RecordedSteps:
 
     def _recorded(self, args: Sequence[Any]) -> Sequence[Any] | None:
         sizes = [self._size(i, args[i]) for i in self._varying]
-        key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), *sizes)
+        key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), group_changes(), *sizes)
         if key not in self._steps:
             self._steps[key] = None
             if len(self._steps) > MOST_STEPS:
@@ -88,7 +96,12 @@ class RecordedSteps:
         self._steps.move_to_end(key)
         step = self._steps[key]
         if step is not None and step.fits(args):
-            return step.replay(args)
+            outputs = step.replay(args)
+            if outputs is None and self._collective:
+                raise RuntimeError(
+                    "a kernel refused its arguments in a step that several ranks run together, so it isn't run again"
+                )
+            return outputs
         step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
         if step.refusal:
             log.info("not recording steps: %s", step.refusal)
