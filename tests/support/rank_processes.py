@@ -184,6 +184,7 @@ def fail_at(group: SharedGroup, at: int, how: str, timeout: float) -> None:
                 group.step += 1
             elif how == "words":
                 group.stop("its memory is full")
+                time.sleep(SECONDS)
             else:
                 os.kill(os.getpid(), getattr(signal, how))
         group.all_reduce(torch.ones(64))
