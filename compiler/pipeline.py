@@ -364,8 +364,8 @@ def _of_ranks(
         report.verdict = _together(captured, graphs, references.thorough)
         if not report.verdict.ok:
             raise UnsupportedModel(
-                f"{report.model}: tensor_parallel_size={options.tensor_parallel_size}: the ranks together are not exact "
-                f"({report.verdict.reason}). Please report the model; tensor_parallel_size=1 runs it whole"
+                f"{report.model}: tensor_parallel_size={options.tensor_parallel_size}: the ranks together are not "
+                f"exact ({report.verdict.reason}). Please report the model; tensor_parallel_size=1 runs it whole"
             )
     traced = graphs[0]
     if captured.repeat is not None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = tuple[NDArray[np.int64], ...]
-"""Per rank, indices of a dim in the order in which the rank holds them, as many on every rank. -1 stands for zeros."""
+"""Per rank, indices of a dim in the order in which the rank holds them, as many on every rank; -1 is a zero."""
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 ZERO = -1
 
@@ -21,7 +21,7 @@ class Refused(Exception):
 
     Attributes:
         unit: the cut would do with whole multiples of so many indices; 1 where that is not known.
-        heads: the cut would do if it followed the groups of ``(query heads, KV heads)``; None where that is not known.
+        heads: the cut would do if it followed the groups of ``(query heads, KV heads)``; None: that is not known.
     """
 
     def __init__(self, reason: str, *, unit: int = 1, heads: tuple[int, int] | None = None) -> None:
@@ -104,8 +104,8 @@ def deal(size: int, unit: int, ranks: int) -> Indices:
 
 
 def deal_heads(heads: int, kv_heads: int, head_dim: int, ranks: int) -> Indices:
-    """Columns of attention's result ``[heads * head_dim]``, so that every rank holds whole groups of one KV head, or a
-    part of one group, padded with zero heads to equal numbers."""
+    """Columns of attention's result ``[heads * head_dim]``: every rank holds whole groups of one KV head, or a part of
+    one group, padded with zero heads to equal numbers."""
     group = heads // kv_heads
     if kv_heads >= ranks:
         return deal(heads * head_dim, group * head_dim, ranks)

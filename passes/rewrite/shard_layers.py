@@ -1,7 +1,7 @@
 """Let several ranks hold one layer together: each computes with a part of its heads, features and experts.
 
 Matches:
-    y = linear(f(linear(x, W1), linear(x, W2), ...), W)    # f: attention, a recurrence, an activation, what lies between
+    y = linear(f(linear(x, W1), linear(x, W2), ...), W)    # f: attention, a recurrence or an activation
     y = moe(x, weights, ids, up, down)
 Becomes, on every rank:
     y = all_reduce(linear(f(linear(x, W1[part]), ...), W[:, part]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from ...runtime.ops.arguments import PagedAttentionArguments
-from ..graph.fx_nodes import shape
 from ..graph.cut import Cut, Refused, groups_read
+from ..graph.fx_nodes import shape
 from .walk import Rule, Walk
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from ..graph.fx_nodes import callee, shape
 from ..graph.cut import Cut, Refused
+from ..graph.fx_nodes import callee, shape
 from .walk import Rule, Walk
 
 _ACTIVATIONS = frozenset({"activation", "gated_activation"})

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from ..graph.fx_nodes import argument, callee, shape
 from ..graph.cut import ZERO, Cut, Refused
+from ..graph.fx_nodes import argument, callee, shape
 from .walk import ItemsRule, Rule, Walk
 
 

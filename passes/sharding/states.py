@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from ..graph.fx_nodes import cache_index, shape
 from ..graph.cut import Cut, Refused, groups_read
+from ..graph.fx_nodes import cache_index, shape
 from .walk import Rule, Walk
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..graph.fx_nodes import argument, is_dynamic, shape
 from ..graph.cut import Cut, Refused, shifted, through_view, within
+from ..graph.fx_nodes import argument, is_dynamic, shape
 from .walk import ItemsRule, Rule, Walk
 
 

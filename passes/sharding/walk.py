@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from ...runtime.program import CacheSpec, StateSpec
+from ..graph.cut import Cut, Indices, Refused, first_only
 from ..graph.fx_nodes import cache_index, callee, shape, value
 from ..graph.traced import TracedGraph
-from ..graph.cut import Cut, Indices, Refused, first_only
 from .slices import check_part
 
 _aten = torch.ops.aten
@@ -143,10 +143,10 @@ class Walk:
         for user in node.users:
             if user in users or callee(user) in _READS_SIZES:
                 continue
-            if user.target is _aten.linear.default and user.args[0] is node and cut is not None:
-                if cut.dim == len(shape(node)) - 1:
-                    self.close(user, cut.indices)
-                    continue
+            closes = user.target is _aten.linear.default and user.args[0] is node
+            if closes and cut is not None and cut.dim == len(shape(node)) - 1:
+                self.close(user, cut.indices)
+                continue
             raise Refused(f"{callee(user)} reads {callee(node)} as a whole")
 
     def _check_input(self, node: fx.Node, cut: Cut | None) -> None:

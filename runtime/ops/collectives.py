@@ -33,16 +33,26 @@ class ParallelGroup(Protocol):
 
 
 _groups: dict[str, ParallelGroup] = {}
+_changes = 0
 
 
 def set_group(group: ParallelGroup) -> None:
     """Let the operators of this process use ``group`` wherever a graph names it."""
+    global _changes
     _groups[group.name] = group
+    _changes += 1
 
 
 def drop_group(name: str) -> None:
     """Forget a group; operators that name it raise from now on."""
+    global _changes
     _groups.pop(name, None)
+    _changes += 1
+
+
+def group_changes() -> int:
+    """How often groups of this process were set or dropped. Calls that were noted before hold the former ones."""
+    return _changes
 
 
 def _group(name: str) -> ParallelGroup:

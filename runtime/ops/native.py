@@ -97,10 +97,12 @@ class NotedCall:
     Attributes:
         address: of the C function.
         arguments: packed.
+        refused: raises what a repetition of the call that is refused means; None: its operator tells, run again.
     """
 
     address: int
     arguments: bytes
+    refused: Callable[[], None] | None = None
 
 
 class _Notes(threading.local):
@@ -120,11 +122,16 @@ def noting_calls() -> Iterator[list[NotedCall]]:
         _notes.calls = outer
 
 
-def kernel_function(name: str) -> Callable[[bytes], int] | None:
-    """The C function ``name`` (packed argument struct → status); None where there are no kernels."""
+def kernel_function(name: str, refused: Callable[[], None] | None = None) -> Callable[[bytes], int] | None:
+    """The C function ``name`` (packed argument struct → status); None where there are no kernels.
+
+    Args:
+        name: of the function.
+        refused: as in :class:`NotedCall`.
+    """
     function = _bound_function(name)
     calls = _notes.calls
-    return function if calls is None or function is None else functools.partial(_note, function, calls)
+    return function if calls is None or function is None else functools.partial(_note, function, calls, refused)
 
 
 @functools.cache
@@ -133,10 +140,13 @@ def _bound_function(name: str) -> Callable[[bytes], int] | None:
     return None if library is None else bind_function(library, name)
 
 
-def _note(function: Callable[[bytes], int], calls: list[NotedCall], arguments: bytes) -> int:
+def _note(
+    function: Callable[[bytes], int], calls: list[NotedCall], refused: Callable[[], None] | None, arguments: bytes
+) -> int:
     status = function(arguments)
     if not status:
-        calls.append(NotedCall(ctypes.cast(function, ctypes.c_void_p).value or 0, arguments))  # type: ignore[arg-type]
+        address = ctypes.cast(function, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
+        calls.append(NotedCall(address, arguments, refused))
     return status
 
 

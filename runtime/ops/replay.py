@@ -26,6 +26,7 @@ class Replay:
         if function is None:
             raise RuntimeError("there are no C++ kernels to replay calls of")
         self._function = function
+        self._refused = [call.refused for call in calls]
         self._arguments = [ctypes.create_string_buffer(call.arguments, len(call.arguments)) for call in calls]
         pairs = [
             number
@@ -40,5 +41,11 @@ class Replay:
 
         Returns:
             False if a kernel refused its arguments; the calls after it were not made.
+
+        Raises:
+            Exception: what the refused call was noted with.
         """
-        return self._function(self._whole) == 0
+        status = self._function(self._whole)
+        if status and (refused := self._refused[status - 1]) is not None:
+            refused()
+        return status == 0

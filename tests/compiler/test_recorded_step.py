@@ -339,4 +339,4 @@ def test_the_oldest_record_goes_first(served, monkeypatch):
     for tokens in (1, 2, 3):
         for _ in range(2):
             steps([torch.zeros(1, tokens)])
-    assert [key[2] for key in steps._steps] == [(1, 2), (1, 3)]
+    assert [key[3] for key in steps._steps] == [(1, 2), (1, 3)]

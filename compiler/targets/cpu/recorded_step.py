@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....runtime.ops import OPERATORS, collectives
+from ....runtime.ops import OPERATORS
+from ....runtime.ops.collectives import all_gather, all_reduce, group_changes
 from ....runtime.ops.native import NotedCall, load_kernels, noting_calls
 from ....runtime.ops.replay import Replay
 from .kernels import GraphCalls
@@ -38,8 +39,8 @@ NO_BLOCK = -1
 _LEAST_WIDTH = 16  # of a block table
 _BY_VALUE = {torch.ops.pagoda.moe.default, torch.ops.pagoda.moe_gating.default}
 _BY_SHAPE = {operator.cpu for overload, operator in OPERATORS.items() if overload not in _BY_VALUE}
-_EXCHANGES = {OPERATORS[overload].cpu for overload in (collectives.all_reduce, collectives.all_gather)}
 """Functions whose arguments' shapes, and not values, say which kernels they call with what."""
+_COLLECTIVES = {OPERATORS[overload].cpu for overload in (all_reduce, all_gather)}
 _NUMBERS = (int, float, bool, str, tuple, list, torch.SymInt, torch.dtype, torch.device)
 
 
@@ -60,10 +61,15 @@ class RecordedSteps:
         self._memory = ResultMemory()
         self._lock = threading.Lock()
         self._possible = load_kernels() is not None
-        self._exchanges = any(node.target in _EXCHANGES for node in calls.module.graph.nodes)
+        self._collective = any(node.target in _COLLECTIVES for node in calls.module.graph.nodes)
 
     def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The graph's outputs for its inputs, in order; they hold until the next call."""
+        """The graph's outputs for its inputs, in order; they hold until the next call.
+
+        Raises:
+            RuntimeError: a kernel refused its arguments in the middle of a step that several ranks run. One of them
+                alone can't run it again: the others have gone on.
+        """
         tokens = args[self._varying[0]].shape[1]
         if tokens > MOST_TOKENS or not self._possible or not self._lock.acquire(blocking=False):
             return self._calls(*args)
@@ -81,7 +87,7 @@ class RecordedSteps:
 
     def _recorded(self, args: Sequence[Any]) -> Sequence[Any] | None:
         sizes = [self._size(i, args[i]) for i in self._varying]
-        key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), *sizes)
+        key = (torch.get_num_threads(), torch.is_inference_mode_enabled(), group_changes(), *sizes)
         if key not in self._steps:
             self._steps[key] = None
             if len(self._steps) > MOST_STEPS:
@@ -91,9 +97,9 @@ class RecordedSteps:
         step = self._steps[key]
         if step is not None and step.fits(args):
             outputs = step.replay(args)
-            if outputs is None and self._exchanges:
+            if outputs is None and self._collective:
                 raise RuntimeError(
-                    "a kernel refused its arguments; the step is not run again, as other ranks run it once"
+                    "a kernel refused its arguments in a step that several ranks run together, so it isn't run again"
                 )
             return outputs
         step = _Step(self._calls.module, args, dict(zip(self._varying, sizes, strict=True)), self._memory)
@@ -222,8 +228,7 @@ class _Recorder:
                 found = function(*args, **kwargs)
             for address in watch.taken:
                 self._holders.setdefault(address, 0)
-            # An exchange without a kernel of ours is no less of one.
-            if not watch.computes and (calls or function not in _EXCHANGES):
+            if not watch.computes:
                 self._calls += calls
                 return found
         else:

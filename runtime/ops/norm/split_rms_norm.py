@@ -86,8 +86,8 @@ square_sums = register_operator(
     cpu=square_sums_reference,
 )
 rms_norm_of_sums = register_operator(
-    "rms_norm_of_sums(Tensor input, Tensor? gate, Tensor sums, Tensor groups, Tensor? weight, int features, float eps, "
-    "float weight_offset, bool round_before_scale, str activation, bool gate_first) -> Tensor",
+    "rms_norm_of_sums(Tensor input, Tensor? gate, Tensor sums, Tensor groups, Tensor? weight, int features, "
+    "float eps, float weight_offset, bool round_before_scale, str activation, bool gate_first) -> Tensor",
     Facts(over="rows", invariant=True, kind="norm", spelled_out=True),
     fake=_normed,
     reference=rms_norm_of_sums_reference,
