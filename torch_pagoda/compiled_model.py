@@ -29,6 +29,7 @@ from .compiler.capture.state_layers import check_state
 from .default_params import recommended_params
 from .options import LoadOptions
 from .runtime.autocast import without_autocast
+from .shipping import ShippingRanks, other_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,6 +79,25 @@ def compiled_model(
         TypeError, ValueError: as ``LLM``.
     """
     loads = isinstance(model, str | os.PathLike)
+    others = other_ranks(model, loading, compiling, device)
+    try:
+        return _compiled(model, tokenizer, loading, compiling, device, known_modules, others)
+    except BaseException:
+        if others is not None:
+            others.close()
+        raise
+
+
+def _compiled(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
+    loading: LoadOptions,
+    compiling: CompileOptions,
+    device: torch.device,
+    known_modules: frozenset[str],
+    others: ShippingRanks | None,
+) -> CompiledModel:
+    loads = isinstance(model, str | os.PathLike)
     if loading.gguf_file is not None:
         if not isinstance(model, str | os.PathLike):
             raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass its folder")
@@ -87,7 +107,7 @@ def compiled_model(
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
         with without_autocast(device.type):
-            found = None if files is None else program_of_checkpoint(files, compiling)
+            found = None if files is None else program_of_checkpoint(files, compiling, others)
         if found is not None:
             program, module = found
         else:
@@ -110,8 +130,12 @@ def compiled_model(
 
     if program is None:
         with _refusals_named(model), without_autocast(device.type):
-            program = compile_program(module, compiling, owns_weights=loads, files=files, loaded=known_modules)
+            program = compile_program(
+                module, compiling, owns_weights=loads, files=files, loaded=known_modules, others=others
+            )
         weights = WeightGuard(module, program.copied_weights, program.merged_weights)
+        if others is not None:  # which took their parts; those of this rank are the program's alone
+            weights = WeightGuard(nn.Module())
     else:  # nobody but the program holds the tensors
         weights = WeightGuard(nn.Module())
     guard = None if loads else ModuleGuard(module)

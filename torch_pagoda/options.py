@@ -54,6 +54,7 @@ class ModelOptions(TypedDict, total=False):
     group_size: int | None
     input_bits: int | None
     batch_invariant: bool
+    tensor_parallel_size: int
     npu_options: Mapping[str, Any] | None
     schedule: Mapping[str, bool] | None
 

@@ -71,7 +71,9 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
 
 def load_program(message: Message, group: RankGroup) -> Program:
     """Make this rank's part of the model that a message describes."""
-    raise NotImplementedError("models are not shipped to other ranks yet; use tensor_parallel_size=1")
+    from .shipping import load_program
+
+    return load_program(message, group)
 
 
 def _end_with(leader: int, fd: int) -> None:
