@@ -10,6 +10,7 @@ module run by transformers, each prompt alone.
     python benchmarks/coverage.py --only 'llama,qwen*' --codegen inductor
     python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognize instead
     python benchmarks/coverage.py --target npu --markdown npu.md       # what lowering for an Ascend NPU makes
+    python benchmarks/coverage.py --tensor-parallel 2,4 --exact --markdown ranks.md   # what several ranks cut
     python benchmarks/coverage.py --quantization int8 --exact          # rounded weights, of the expected ones
 
 Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
@@ -42,6 +43,9 @@ from exact_coverage import EXPECTED_EXACT, Row, markdown, refused_markdown, summ
 from fusions import FusionRow, fusion_tables, fusions_of, unmet
 from npu_coverage import TARGET, NpuRow, npu_row, npu_tables
 from rounded_coverage import RoundedRow, rounded_row, rounded_tables
+from sharded_coverage import TARGET as SHARDED_TARGET
+from sharded_coverage import ShardedRow, sharded_row, sharded_tables
+from sharded_coverage import say as say_sharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -218,6 +222,21 @@ def examine_npu(name: str, graph_mode: str) -> NpuRow:
     return npu_row(name, model, graph_mode)
 
 
+def examine_sharded(name: str, ranks: int) -> ShardedRow:
+    """Cut one architecture for several ranks, in this process."""
+    import torch
+
+    from tiny_models import LLAMA_VARIANTS, Variant, build_tiny_model
+
+    torch.set_num_threads(1)
+    variant = LLAMA_VARIANTS.get(name, Variant(name, {}))
+    try:
+        model = build_tiny_model(variant.model_type, **variant.overrides)
+    except Exception as error:
+        return ShardedRow(name, ranks, refused=f"build failed: {one_line(error)}")
+    return sharded_row(name, model, ranks)
+
+
 def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None:
     """``examine`` or ``examine_fusions`` with all output in ``log`` and the row as JSON in ``answer``."""
     os.setsid()  # so that whatever this process starts can be killed with it
@@ -227,6 +246,9 @@ def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None
     warnings.filterwarnings("ignore")
     if args.target == "npu":
         row: Any = examine_npu(name, args.graph_mode)
+    elif args.tensor_parallel:
+        architecture, _, ranks = name.partition("@")
+        row = examine_sharded(architecture, int(ranks))
     elif args.quantization is not None:
         row = examine_rounded(name, args)
     else:
@@ -244,10 +266,15 @@ def _kill(child: BaseProcess) -> None:
     child.join()
 
 
-def _failure(name: str, args: argparse.Namespace, result: str, why: str) -> Row | RoundedRow | FusionRow | NpuRow:
+def _failure(
+    name: str, args: argparse.Namespace, result: str, why: str
+) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow:
     """The row of an architecture that was not examined to the end."""
     if args.target == "npu":
         return NpuRow(name, why)
+    if args.tensor_parallel:
+        architecture, _, ranks = name.partition("@")
+        return ShardedRow(architecture, int(ranks), why)
     if args.quantization is not None:
         return RoundedRow(name, result, reason=why)
     if args.fusions:
@@ -255,7 +282,7 @@ def _failure(name: str, args: argparse.Namespace, result: str, why: str) -> Row 
     return Row(name, result, seconds=args.timeout if result == "timeout" else 0.0, reason=why)
 
 
-def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedRow | FusionRow | NpuRow:
+def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow:
     """One of the examinations above in a process of its own that is killed after ``args.timeout`` seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -272,6 +299,8 @@ def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedR
         said = json.loads(answer.read_text())
     if args.target == "npu":
         return NpuRow(**said)
+    if args.tensor_parallel:
+        return ShardedRow(**said)
     if args.quantization is not None:
         return RoundedRow(**said)
     if args.fusions:
@@ -314,6 +343,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--verify", default="full", help="as in LLM(...) (default full)")
     parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
     parser.add_argument("--graph-mode", choices=GRAPH_MODES, default="ge", help="with --target npu (default ge)")
+    parser.add_argument("--tensor-parallel", help="numbers of ranks, such as 2,4: what is cut for them")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")
     parser.add_argument("--exact", action="store_true", help="only the architectures of EXPECTED_EXACT")
     parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognize instead")
@@ -339,7 +369,7 @@ def collect(
                 row = done.result()
                 rows.append(row)
                 print(f"[{len(rows)}/{len(names)}] {row.name}: {say(row)}", flush=True)
-                rows.sort(key=lambda row: names.index(row.name))
+                rows.sort(key=lambda row: names.index(getattr(row, "key", row.name)))
                 if args.json:
                     args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1) + "\n")
                 if args.markdown:
@@ -390,6 +420,18 @@ def main_rounded(names: list[str], args: argparse.Namespace) -> int:
     return 1 if any(row.result != "served" and row.name in EXPECTED_EXACT for row in rows) else 0
 
 
+def main_sharded(names: list[str], args: argparse.Namespace) -> int:
+    """Cut all selected architectures; 1 if one is refused or too few are cut throughout."""
+    numbers = [int(number) for number in args.tensor_parallel.split(",")]
+    both = [f"{name}@{ranks}" for name in names for ranks in numbers]
+    rows = collect(both, args, say_sharded, sharded_tables)
+    print(sharded_tables(rows))
+    enough = all(
+        sum(row.cut for row in rows if row.ranks == ranks) >= min(SHARDED_TARGET, len(names)) for ranks in numbers
+    )
+    return 0 if enough and not any(row.refused for row in rows) else 1
+
+
 def main_exactness(names: list[str], args: argparse.Namespace) -> int:
     """Serve all selected architectures; 1 if one is wrong, or an expected one not exact."""
 
@@ -425,6 +467,8 @@ def main() -> int:
         return main_npu(names, args)
     if args.quantization is not None:
         return main_rounded(names, args)
+    if args.tensor_parallel:
+        return main_sharded(names, args)
     if args.fusions:
         return main_fusions(names, args)
     return main_exactness(names, args)

@@ -76,7 +76,9 @@ class Choices:
     group_size: int | None = option(None, "Inputs of a quantized weight that share a scale.")
     input_bits: int | None = option(None, "Of a W8A8 checkpoint: 16 keeps more of the inputs, slower.")
     batch_invariant: bool = option(False, "On a CPU: the same numbers in every batch, bit for bit; slower.")
-    tensor_parallel_size: int = option(1, "Ranks that hold each layer together.")
+    tensor_parallel_size: int = option(
+        1, "Processes that hold each layer together.", flags=("--tensor-parallel-size", "-tp")
+    )
     npu_options: Mapping[str, Any] = option({}, "Options of codegen ge or aclgraph.")
     schedule: Mapping[str, bool] = option(
         {}, 'Schedules of decode steps on an NPU: {"streams": true, "prefetch": true, "super_kernels": true}.'

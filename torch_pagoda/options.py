@@ -54,7 +54,6 @@ class ModelOptions(TypedDict, total=False):
     group_size: int | None
     input_bits: int | None
     batch_invariant: bool
-    tensor_parallel_size: int
     npu_options: Mapping[str, Any] | None
     schedule: Mapping[str, bool] | None
 
@@ -63,6 +62,7 @@ class LLMOptions(ModelOptions, total=False):
     """Keyword arguments of :class:`~torch_pagoda.LLM`: these, and those for loading a checkpoint."""
 
     generation_config: str | os.PathLike[str]
+    tensor_parallel_size: int
     trust_remote_code: bool
     gguf_file: str | None
 

@@ -104,8 +104,8 @@ def deal(size: int, unit: int, ranks: int) -> Indices:
 
 
 def deal_heads(heads: int, kv_heads: int, head_dim: int, ranks: int) -> Indices:
-    """Columns of attention's result ``[heads * head_dim]``: every rank holds whole groups of one KV head, or a part of
-    one group, padded with zero heads to equal numbers."""
+    """Columns of attention's result ``[heads * head_dim]``: every rank holds whole groups of one KV head, or a part
+    of one group, padded with zero heads to equal numbers."""
     group = heads // kv_heads
     if kv_heads >= ranks:
         return deal(heads * head_dim, group * head_dim, ranks)

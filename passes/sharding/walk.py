@@ -24,6 +24,8 @@ Rule = Callable[["Walk", fx.Node, Cut], None]
 ItemsRule = Callable[["Walk", fx.Node, dict[int, Cut]], None]
 """The same of a node with several results, by their number."""
 
+SHARDED = "sharded"
+"""Key in the meta of nodes of which every rank computes a part."""
 _READS_SIZES = frozenset({"sym_size.int", "new_empty"})
 
 
@@ -108,6 +110,8 @@ class Walk:
         for node, args in self._settled:
             node.args = args
             node.target = self._targets.get(node, node.target)
+        for node in self.cuts:
+            node.meta[SHARDED] = True
         for index, spec in self.specs.items():
             self.traced.caches[index] = spec
 
