@@ -1,8 +1,8 @@
 """What cutting each architecture for several ranks makes of it; used by ``coverage.py --tensor-parallel 2,4``.
 
-All ranks run in lockstep in one process: node by node, over parts of the weights and caches of their own. Their logits
-are compared with transformers', over the model's own weights and in float32 over large and small ones, and with each
-other bit by bit. What is cut is counted from the parts that the graph's inputs receive.
+All ranks run in lockstep in one process: node by node, over parts of the weights and caches of their own. Their
+logits are compared with transformers', over the model's own weights and in float32 over large and small ones, and
+with each other bit by bit. What is cut is counted from the parts that the graph's inputs receive.
 """
 
 from __future__ import annotations

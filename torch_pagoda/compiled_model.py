@@ -78,7 +78,6 @@ def compiled_model(
     Raises:
         TypeError, ValueError: as ``LLM``.
     """
-    loads = isinstance(model, str | os.PathLike)
     others = other_ranks(model, loading, compiling, device)
     try:
         return _compiled(model, tokenizer, loading, compiling, device, known_modules, others)

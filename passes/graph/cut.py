@@ -194,9 +194,9 @@ def through_view(source: Sequence[Any], result: Sequence[Any], cut: Cut) -> Cut:
         sizes, sizes_after = [source[i] for i in before], [result[i] for i in after]
         if sizes == sizes_after:
             return Cut(before[after.index(cut.dim)], cut.indices)
-        for place, dim in enumerate(before):
+        for place, dim in sorted(enumerate(before), key=lambda entry: sizes[entry[0]] == 1):
             found = [_along(sizes, place, sizes_after, after.index(cut.dim), part) for part in cut.indices]
-            if sizes[place] != 1 and all(part is not None for part in found):
+            if all(part is not None for part in found):
                 return Cut(dim, tuple(part for part in found if part is not None))
         inner = [size for size in sizes if size != 1][1:]
         unit = math.prod(inner) if sum(size != 1 for size in sizes_after) == 1 else 1

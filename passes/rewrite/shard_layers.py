@@ -109,8 +109,6 @@ def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk
         try:
             return walk.run(linear, indices)
         except Refused as reason:
-            if not walk.works:
-                return None
             if reason.heads is not None and size % reason.heads[0] == 0:
                 head_dim = size // reason.heads[0]
                 if head_dim % unit and unit % head_dim == 0 and unit > head_dim:
@@ -120,9 +118,11 @@ def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk
                 unit = math.lcm(unit, reason.unit)
                 found = deal(size, unit, traced.ranks)
             else:
-                raise
+                found = indices
             if Cut(0, found) == Cut(0, indices):
-                raise
+                if walk.works:
+                    raise
+                return None
             indices = found
     raise Refused("no part of its inputs was found that ranks can hold")
 

@@ -8,16 +8,19 @@ from ..graph.cut import Cut, Refused
 from ..graph.fx_nodes import callee, shape
 from .walk import Rule, Walk
 
-_ACTIVATIONS = frozenset({"activation", "gated_activation"})
-_NAMES = frozenset(
-    "add.Tensor sub.Tensor mul.Tensor div.Tensor neg exp log sigmoid silu softplus clamp where.self gt.Scalar "
-    "_to_copy clone tanh relu gelu rsub.Scalar pow.Tensor_Scalar copy lt.Scalar minimum maximum clamp_min clamp_max "
-    "abs sqrt rsqrt square log1p ge.Scalar le.Scalar alias detach".split()
+_BENDING = frozenset(
+    "activation gated_activation exp log sigmoid silu softplus clamp where.self tanh relu gelu pow.Tensor_Scalar "
+    "minimum maximum clamp_min clamp_max abs sqrt square log1p expm1".split()
+)
+"""Functions for which a layer is made; what lies between linears without one of them is no layer's middle."""
+_OTHERS = frozenset(
+    "add.Tensor sub.Tensor mul.Tensor div.Tensor add.Scalar mul.Scalar neg gt.Scalar _to_copy clone rsub.Scalar copy "
+    "lt.Scalar rsqrt ge.Scalar le.Scalar alias detach".split()
 )
 
 
 def _elementwise(walk: Walk, node: fx.Node, cut: Cut) -> None:
-    walk.works |= callee(node) in _ACTIVATIONS
+    walk.works |= callee(node) in _BENDING
     rank = len(shape(node))
     for source in node.all_input_nodes:
         sizes = shape(source)
@@ -34,4 +37,4 @@ def _linear(walk: Walk, node: fx.Node, cut: Cut) -> None:
         walk.demand(parameter, node, 0, cut.indices)
 
 
-ELEMENTWISE: dict[str, Rule] = {**dict.fromkeys((*_NAMES, *_ACTIVATIONS), _elementwise), "linear": _linear}
+ELEMENTWISE: dict[str, Rule] = {**dict.fromkeys((*_BENDING, *_OTHERS), _elementwise), "linear": _linear}
