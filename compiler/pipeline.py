@@ -38,6 +38,9 @@ from .verify.self_check import Reference, check
 
 log = logging.getLogger(__name__)
 
+_FOR_RANKS = "tensor_parallel_size"
+"""The option of the passes that cut a graph for several ranks."""
+
 Refusal: TypeAlias = Callable[[int, TracedGraph, "TracedGraph | UnsupportedModel"], str]
 """Of the index of a pass, the graph before it, and the graph after it or the error that it ended in: why the pass is
 to be left out, or ""."""
@@ -224,8 +227,8 @@ def _stages(options: CompileOptions) -> _Stages:
     passes = selected_passes(options)
     dynamo, aten, weights = ([p for p in passes if p.stage == stage] for stage in ("dynamo", "aten", "weights"))
     sharded = next((i for i, entry in enumerate(aten) if entry.name == SHARDING), len(aten))
-    sharding = aten[sharded : sharded + 1]
-    aten = [entry for entry in aten if entry.name != SHARDING]
+    sharding = [entry for entry in aten if entry.option == _FOR_RANKS]
+    aten = [entry for entry in aten if entry.option != _FOR_RANKS]
     first = next((i for i, entry in enumerate(aten) if entry.target), len(aten))
     return _Stages(dynamo, aten, first, sharding, sharded, weights)
 

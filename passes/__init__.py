@@ -60,6 +60,7 @@ from .rewrite.insert_state import insert_state
 from .rewrite.merge_linears import merge_linears
 from .rewrite.remove_noops import remove_noops
 from .rewrite.shard_layers import shard_layers
+from .rewrite.shard_vocabulary import shard_vocabulary
 from .rewrite.share_subexpressions import share_subexpressions
 from .rewrite.slice_for_index import slice_for_index
 
@@ -157,6 +158,8 @@ PASSES: tuple[Pass, ...] = (
     Pass("group_rope", group_rope, "aten", level=2, required=False),
     # Needs all that was recognized, and the linears one by one.
     Pass(SHARDING, shard_layers, "aten", option="tensor_parallel_size"),
+    # What the layers have left: large tables.
+    Pass("shard_vocabulary", shard_vocabulary, "aten", option="tensor_parallel_size"),
     # After the recognition of rotations and gates, which read the single products.
     Pass("merge_linears", merge_linears, "aten", level=2, required=False),
     # Needs all that was recognized: it knows which operators work on each token by itself.

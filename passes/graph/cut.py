@@ -22,11 +22,14 @@ class Refused(Exception):
     Attributes:
         unit: the cut would do with whole multiples of so many indices; 1 where that is not known.
         heads: the cut would do if it followed the groups of ``(query heads, KV heads)``; None: that is not known.
+        gathers: it is a weight whose inputs cannot be parted; its outputs can.
     """
 
-    def __init__(self, reason: str, *, unit: int = 1, heads: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, reason: str, *, unit: int = 1, heads: tuple[int, int] | None = None, gathers: bool = False
+    ) -> None:
         super().__init__(reason)
-        self.unit, self.heads = unit, heads
+        self.unit, self.heads, self.gathers = unit, heads, gathers
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +135,11 @@ def counted_once(cut: Cut) -> Cut:
 def first_only(size: int, ranks: int) -> Indices:
     """All indices on rank 0, zeros on the others: what is added once."""
     return (np.arange(size), *(np.full(size, ZERO) for _ in range(ranks - 1)))
+
+
+def in_order(indices: Indices, size: int) -> bool:
+    """True if the ranks hold all indices of a dim, one after the other's."""
+    return np.array_equal(np.concatenate(indices), np.arange(size))
 
 
 def whole(size: int, ranks: int) -> Indices:

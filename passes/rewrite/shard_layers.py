@@ -5,6 +5,7 @@ Matches:
     y = moe(x, weights, ids, up, down)
 Becomes, on every rank:
     y = all_reduce(linear(f(linear(x, W1[part]), ...), W[:, part]))
+    y = all_gather(linear(all_gather(f(...)), W[part]))    # W has inputs that cannot be parted, as with act-order
     y = all_reduce(moe(x, weights, local_experts(ids), up[part], down[part]))
 Why:
     a model that is too large for one device fits on several, and each reads its part of the weights only.
@@ -91,8 +92,8 @@ def _is_computed(node: Any) -> bool:
     return isinstance(node, fx.Node) and node.op != "placeholder"
 
 
-def _walk(traced: TracedGraph) -> Walk:
-    return Walk(traced, traced.ranks, _RULES, _ITEMS)
+def _walk(traced: TracedGraph, *, gathers: bool = False) -> Walk:
+    return Walk(traced, traced.ranks, _RULES, _ITEMS, gathers=gathers)
 
 
 def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk | None:
@@ -102,13 +103,17 @@ def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk
         Refused: it has to stay whole.
     """
     size = int(shape(linear.args[0])[-1])
-    unit = column_unit(_stored(traced, linear.args[1]))
+    unit, gathers = column_unit(_stored(traced, linear.args[1])), False
     indices: Indices = deal(size, unit, traced.ranks)
     for _ in range(_MOST_TRIES):
-        walk = _walk(traced)
+        walk = _walk(traced, gathers=gathers)
         try:
             return walk.run(linear, indices)
         except Refused as reason:
+            if reason.gathers and not gathers and (unit == 1 or reason.unit == 1 or unit % reason.unit == 0):
+                unit, gathers = 1, True
+                indices = deal(size, unit, traced.ranks)
+                continue
             if reason.heads is not None and size % reason.heads[0] == 0:
                 head_dim = size // reason.heads[0]
                 if head_dim % unit and unit % head_dim == 0 and unit > head_dim:
@@ -143,7 +148,7 @@ def _apply(traced: TracedGraph, walks: list[tuple[fx.Node, Walk]]) -> None:
         if node.target is _pagoda.moe.default:
             _count_locally(traced, node)
         for closer in walk.closers or [node]:
-            _reduce(traced, closer)
+            (_gather if walk.gathers else _reduce)(traced, closer)
     for _, walk in walks:
         for norm, counted in walk.sums:
             _split_norm(traced, norm, counted)
@@ -194,6 +199,20 @@ def _reduce(traced: TracedGraph, node: fx.Node) -> None:
     with traced.before(node.next, like=node):
         reduced = traced.call(_pagoda.all_reduce.default, node, GROUP)
     node.replace_all_uses_with(reduced, delete_user_cb=lambda user: user is not reduced)
+
+
+def _gather(traced: TracedGraph, linear: fx.Node) -> None:
+    """Let a linear read what all ranks hold, and all ranks read what it yields on each."""
+    source: Any = linear.args[0]
+    with traced.before(linear):
+        gathered = traced.graph.call_function(_pagoda.all_gather.default, (source, traced.ranks, GROUP))
+    gathered.meta = {key: found for key, found in linear.meta.items() if key in ("nn_module_stack", "stack_trace")}
+    gathered.meta["example_value"] = value(source)
+    linear.args = (gathered, *linear.args[1:])
+    with traced.before(linear.next, like=linear):
+        whole = traced.graph.call_function(_pagoda.all_gather.default, (linear, traced.ranks, GROUP))
+    whole.meta = dict(linear.meta)
+    linear.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
 
 
 def _count_locally(traced: TracedGraph, node: fx.Node) -> None:

@@ -60,16 +60,18 @@ def _run_of_groups(tensor: StoredWeight, held: np.ndarray) -> tuple[int, int, in
         Refused: the part is no run of whole groups.
     """
     if tensor.order is not None:
-        raise Refused("its quantized inputs are in another order (act-order)")
+        raise Refused("its quantized inputs are in another order (act-order)", gathers=True)
     given = held[held != ZERO]
     missing = len(held) - len(given)
     first = int(given[0]) if len(given) else 0
     last = first + len(given)
     if not np.array_equal(given, np.arange(first, last)) or not np.array_equal(held[: len(given)], given):
-        raise Refused("quantized inputs are taken in several runs")
+        raise Refused("quantized inputs are taken in several runs", gathers=True)
     unit, inputs = column_unit(tensor), tensor.codes.shape[-1] * tensor.form.per_byte
     if first % unit or (last % unit and last != inputs) or (missing and (last % unit or missing % unit)):
-        raise Refused(f"quantized inputs in groups of {unit} are parted at {first} to {last}", unit=unit)
+        raise Refused(
+            f"quantized inputs in groups of {unit} are parted at {first} to {last}", unit=unit, gathers=True
+        )
     return first, last, missing
 
 

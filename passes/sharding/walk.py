@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from ...runtime.program import CacheSpec, StateSpec
-from ..graph.cut import Cut, Indices, Refused, first_only
+from ..graph.cut import Cut, Indices, Refused, deal, first_only, in_order
 from ..graph.fx_nodes import cache_index, callee, shape, value
 from ..graph.traced import TracedGraph
 from .slices import check_part
@@ -35,14 +35,23 @@ class Walk:
     Attributes:
         cuts: of every node of the region with one result, graph inputs among them.
         closers: linears that read a cut value whole: what they yield has to be summed over the ranks.
+        gathers: the closers read all inputs, gathered from the ranks, and yield a part of the outputs, gathered, too.
         specs: cache → what a rank stores of it.
         sums: norms over features that the ranks share, and who holds which.
         opened: a linear's outputs are cut.
         works: something other than views is computed between.
     """
 
-    def __init__(self, traced: TracedGraph, ranks: int, rules: dict[str, Rule], items: dict[str, ItemsRule]) -> None:
-        self.traced, self.ranks = traced, ranks
+    def __init__(
+        self,
+        traced: TracedGraph,
+        ranks: int,
+        rules: dict[str, Rule],
+        items: dict[str, ItemsRule],
+        *,
+        gathers: bool = False,
+    ) -> None:
+        self.traced, self.ranks, self.gathers = traced, ranks, gathers
         self.cuts: dict[fx.Node, Cut] = {}
         self.users: dict[fx.Node, set[fx.Node]] = {}
         self.closers: list[fx.Node] = []
@@ -62,8 +71,15 @@ class Walk:
 
     def close(self, linear: fx.Node, indices: Indices) -> None:
         """Let a linear read a part of its inputs on every rank."""
-        _, weight, *bias = linear.args
+        source, weight, *bias = linear.args
         self.closers.append(linear)
+        if self.gathers:
+            outputs = deal(int(shape(weight)[0]), 1, self.ranks)
+            if not in_order(indices, int(shape(source)[-1])) or not in_order(outputs, int(shape(weight)[0])):
+                raise Refused("inputs or outputs that ranks gather are not held in equal runs")
+            for parameter in (weight, *bias):
+                self.demand(parameter, linear, 0, outputs)
+            return
         self.demand(weight, linear, 1, indices)
         if bias and bias[0] is not None:
             self.demand(bias[0], linear, 0, first_only(int(shape(bias[0])[0]), self.ranks))

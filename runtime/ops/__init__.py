@@ -7,7 +7,7 @@ operator with state, ``selective_scan.scan`` of ``selective_scan.selective_scan`
 
 from __future__ import annotations
 
-from . import collectives, elementwise, gated_activation
+from . import collectives, elementwise, embedding, gated_activation
 from .attention import attention, lightning_indexer, paged_attention, rope
 from .linear import invariant_linear, packed_linear, quantized_linear
 from .moe import moe, quantized_moe
@@ -23,6 +23,7 @@ __all__ = [
     "causal_conv1d",
     "collectives",
     "elementwise",
+    "embedding",
     "gated_activation",
     "gated_rms_norm",
     "invariant_linear",

@@ -16,7 +16,7 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
 from torch_pagoda.passes import SHARDING, TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph.cut import ZERO, Cut, whole
-from torch_pagoda.passes.rewrite import shard_layers
+from torch_pagoda.passes.rewrite import shard_layers, shard_vocabulary
 from torch_pagoda.passes.sharding import attention, walk
 
 from tiny_models import build_tiny_model
@@ -113,6 +113,20 @@ def test_what_is_read_whole_stays_whole_with_the_reason(captured: Callable[..., 
     record = next(record for record in report.passes if record.name == SHARDING)
     assert record.matches == 2
     assert {rejection.reason for rejection in record.rejections} == {"parts of a split are cut along different dims"}
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [("llama", {"vocab_size": 251}), ("gpt2", {})])
+def test_a_large_vocabulary_is_held_in_parts(
+    kind: str, overrides: dict[str, Any], captured: Callable[..., Made], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_vocabulary, "LEAST_PARAMETERS", 2**13)
+    traced, report = cut(captured(kind, **overrides), 2)
+    assert report.verdict is not None
+    assert report.verdict.ok
+    rows = traced.constants
+    tables = {id(part.whole) for name, part in traced.notes.parts.items() if rows[name].shape in ((126, 64), (128, 64))}
+    assert len(tables) == (2 if kind == "llama" else 1), "gpt2's are tied"
+    assert sum(node.target is pagoda.all_gather.default for node in traced.graph.nodes) == 1
 
 
 # What must not pass
