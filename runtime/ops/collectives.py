@@ -58,8 +58,8 @@ def group_changes() -> int:
 def _group(name: str) -> ParallelGroup:
     if name not in _groups:
         raise RuntimeError(
-            f"this process belongs to no group {name!r}; a graph for several ranks runs in processes of its own, which "
-            "tensor_parallel_size= starts"
+            f"this process belongs to no group {name!r}; a graph for several ranks runs in processes of its own, "
+            "which tensor_parallel_size= starts"
         )
     return _groups[name]
 
