@@ -179,7 +179,7 @@ def _cores_by_node(allowed: Set[int], root: Path) -> list[list[set[int]]]:
     system = root / "sys/devices/system"
     numbers = _names(system / "node", r"node(\d+)")
     nodes = [_processors_in(system / f"node/node{number}/cpulist") & allowed for number in numbers]
-    nodes.append(frozenset(allowed.difference(*nodes)))
+    nodes.append(frozenset(allowed).difference(*nodes))
     found = []
     for node in filter(None, nodes):
         cores: dict[int, set[int]] = {}
