@@ -18,7 +18,7 @@ from ..private_folder import check_private_folder
 from .failure import GroupFailed
 
 MOST_RANKS = 64
-SLOT_BYTES = 256 << 10
+SLOT_BYTES = 1 << 20
 """Of a tensor that are exchanged at a time."""
 TIMEOUT = 300.0
 """Seconds that ranks wait for each other."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from torch_pagoda.runtime import processors
-from torch_pagoda.runtime.processors import bind_to_node_of, limit_threads, node_of
+from torch_pagoda.runtime.processors import bind_to_node_of, limit_threads, node_of, shares, threads_per_rank
 
 SETTINGS = (*processors._CHOSEN, *processors._BOUND, "TORCH_PAGODA_CPU_BINDING", "ASCEND_RT_VISIBLE_DEVICES")
 
@@ -178,3 +178,81 @@ def test_a_thread_that_has_ended_does_not_stop_the_others(host, monkeypatch):
 
 def test_this_system_can_be_read():
     assert node_of(0) is None or node_of(0) >= 0
+
+
+@pytest.fixture
+def topology(tmp_path, monkeypatch):
+    """Makes a host of nodes and cores of two threads, and restricts this process to some of its processors."""
+
+    def make(nodes: int, cores: int, threads: int = 1, allowed: set[int] | None = None) -> Path:
+        count = nodes * cores
+        for node in range(nodes):
+            own = [node * cores + core + count * thread for thread in range(threads) for core in range(cores)]
+            write(tmp_path, **{f"sys/devices/system/node/node{node}/cpulist": ",".join(map(str, own))})
+        for processor in range(count * threads):
+            siblings = ",".join(str(processor % count + count * thread) for thread in range(threads))
+            path = f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+            write(tmp_path, **{path: siblings})
+        monkeypatch.setattr(os, "sched_getaffinity", lambda task: allowed or set(range(count * threads)))
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("host", "size", "expected"),
+    [
+        ((2, 4), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),  # a node each
+        ((4, 2), 2, [{0, 1, 2, 3}, {4, 5, 6, 7}]),  # two nodes each
+        ((2, 4), 4, [{0, 1}, {2, 3}, {4, 5}, {6, 7}]),  # half a node each
+        ((2, 2, 2), 2, [{0, 1, 4, 5}, {2, 3, 6, 7}]),  # a core's two threads go to one rank
+        ((2, 2, 2), 4, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        ((1, 2, 2), 4, [{0}, {2}, {1}, {3}]),  # more ranks than cores
+        ((1, 7), 3, [{0, 1}, {2, 3}, {4, 5, 6}]),
+        ((3, 2), 2, [{0, 1, 2}, {3, 4, 5}]),  # the numbers do not allow whole nodes
+        ((2, 4, 1, {0, 1, 2, 3, 4, 5, 6}), 2, [{0, 1, 2, 3}, {4, 5, 6}]),  # whole nodes, though one is smaller
+        ((2, 4, 1, {0, 1, 2, 3, 4}), 2, [{0, 1}, {2, 3, 4}]),  # as nodes, one rank would have one of five
+        ((2, 4, 1, {1, 2}), 2, [{1}, {2}]),  # what the user allows is respected
+        ((2, 4, 1, {1, 2}), 3, [{1, 2}] * 3),  # fewer processors than ranks
+        ((1, 4), 1, [{0, 1, 2, 3}]),
+    ],
+)
+def test_ranks_get_processors_of_their_own(topology, host, size, expected):
+    assert shares(size, topology(*host)) == expected
+
+
+def test_a_system_that_says_nothing_is_one_node(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda task: {3, 5, 8, 9})
+    assert shares(2, tmp_path) == [{3, 5}, {8, 9}]
+    write(tmp_path, **{"sys/devices/system/node/node0/cpulist": "0-999999"})
+    assert shares(2, tmp_path) == [{3, 5}, {8, 9}]
+
+
+@pytest.mark.parametrize("setting", ["TORCH_PAGODA_CPU_BINDING=0", "OMP_PLACES=cores"])
+def test_bound_threads_are_left_where_they_are(topology, monkeypatch, setting):
+    monkeypatch.setenv(*setting.split("="))
+    assert shares(2, topology(2, 2)) == [{0, 1, 2, 3}] * 2
+
+
+@pytest.mark.parametrize(
+    ("size", "quota", "expected"), [(2, None, 8), (3, None, 5), (32, None, 1), (2, 6, 3), (2, 1, 1)]
+)
+def test_threads_of_all_ranks_are_those_of_one_process(tmp_path, threads, size, quota, expected):
+    if quota is not None:
+        write(tmp_path, **{"sys/fs/cgroup/cpu.max": f"{quota}00000 100000"})
+    assert threads_per_rank(size, tmp_path) == expected
+    assert threads_per_rank(size, tmp_path) == expected  # also once the process has fewer
+
+
+def test_a_chosen_number_of_threads_is_that_of_each_rank(tmp_path, threads, monkeypatch):
+    threads[0] = 12
+    assert threads_per_rank(2, tmp_path) == 12
+    threads[0] = 16
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    assert threads_per_rank(2, tmp_path) == 16
+
+
+def test_the_ranks_of_this_system():
+    found = shares(2)
+    assert found[0] | found[1] <= os.sched_getaffinity(0)
+    assert found[0].isdisjoint(found[1]) or len(os.sched_getaffinity(0)) == 1

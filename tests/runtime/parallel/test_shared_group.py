@@ -156,7 +156,7 @@ class TestOneProcess:
         [
             (0, b"somebody", 1, ValueError, "is no group's memory"),
             (8, 2, 1, ValueError, "has version 2 of a group's memory; this process knows 1"),
-            (16, 3, 1, ValueError, "is damaged: .* bytes for 3 ranks with slots of 262144"),
+            (16, 3, 1, ValueError, "is damaged: .* bytes for 3 ranks with slots of 1048576"),
             (16, 1 << 40, 1, ValueError, "is damaged"),
             (24, 4097, 1, ValueError, "is damaged"),
             (24, -4096, 1, ValueError, "is damaged"),
