@@ -1,11 +1,13 @@
 """The toy transformer cut for several ranks, in processes; run as a script, this is one of them.
 
 Its load message may ask for a fault: ``{"fault": [place, count, what]}`` does ``what`` to the rank that has
-``fault_rank`` when it comes to ``place`` for that time.
+``fault_rank``, else the last one, when it comes to ``place`` for that time; with ``once`` only if there is a file of
+that name, which it removes.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -88,9 +90,9 @@ class FaultyProgram(RankProgram):
     """One that comes to grief.
 
     Args:
-        place: ``"load"``, ``"count"``, ``"reserve"``, ``"bind"``, ``"step"`` or ``"copies"``.
+        place: ``"load"``, ``"reserve"``, ``"bind"``, ``"step"``, ``"copies"`` or ``"end"``.
         count: at which time.
-        what: ``"kill"``, ``"stop"``, ``"raise"``, ``"exit"`` or ``"mode"``.
+        what: ``"kill"``, ``"stop"``, ``"raise"`` or ``"exit"``.
         arguments: of ``RankProgram``.
     """
 
@@ -99,6 +101,8 @@ class FaultyProgram(RankProgram):
         self.left = count
         self._in("load")
         super().__init__(*arguments)
+        if place == "end":
+            atexit.register(self._in, "end")
         if place == "copies":
             BlockCopier._make = self._instead(BlockCopier._make)  # type: ignore[method-assign]
 
@@ -123,14 +127,11 @@ class FaultyProgram(RankProgram):
 
     def reserve(self, *sizes: int) -> int:
         self._in("reserve")
-        return super().reserve(*sizes) + (self.fault == ("spare", "more"))
+        return super().reserve(*sizes)
 
     def bind(self, kv_cache: KVCache) -> None:
         self._in("bind")
         super().bind(kv_cache)
-
-    def mode(self, step: StepMetadata) -> str:
-        return "graph" if self.fault[0] == "mode" else ""
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         self._in("step")
@@ -140,9 +141,13 @@ class FaultyProgram(RankProgram):
 def load_program(message: Message, group: RankGroup) -> ToyProgram:
     """The part of a rank."""
     arguments = group.rank, group.size, tuple(message.values["windows"])
-    fault = message.values.get("fault")
+    fault, once = message.values.get("fault"), message.values.get("once")
     if fault is None or group.rank != message.values.get("fault_rank", group.size - 1):
         return RankProgram(*arguments)
+    if once is not None:
+        if not os.path.exists(once):
+            return RankProgram(*arguments)
+        os.remove(once)
     return FaultyProgram(*fault, *arguments)
 
 
