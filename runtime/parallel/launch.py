@@ -182,7 +182,12 @@ def facts(threads: int) -> dict[str, Any]:
         version = importlib.metadata.version("torch-pagoda")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
-    return {"torch": torch.__version__, "torch-pagoda": version, "processor": processor(), "threads": threads}
+    return {
+        "version of torch": torch.__version__,
+        "version of torch-pagoda": version,
+        "processor": processor(),
+        "number of threads": threads,
+    }
 
 
 def digest_of(program: Program) -> dict[str, Any]:

@@ -7,28 +7,34 @@ that name, which it removes.
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_pagoda.rank import main
 from torch_pagoda.runtime.cache.block_copier import BlockCopier
 from torch_pagoda.runtime.ops.collectives import GROUP
+from torch_pagoda.runtime.parallel.channel import Channel
 from torch_pagoda.runtime.parallel.group import RankGroup
 from torch_pagoda.runtime.parallel.launch import Ranks
 from torch_pagoda.runtime.parallel.leader import LeaderProgram
 from torch_pagoda.runtime.parallel.messages import Message
+from torch_pagoda.runtime.parallel.workers import Worker
 from torch_pagoda.runtime.program import KVCache
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from toy_program import DIM, HEADS, KV_HEADS, LAYERS, ToyProgram
 
+_at_end: list[Callable[[str], None]] = []
 COMMAND = (sys.executable, str(Path(__file__)))
 
 
@@ -102,7 +108,7 @@ class FaultyProgram(RankProgram):
         self._in("load")
         super().__init__(*arguments)
         if place == "end":
-            atexit.register(self._in, "end")
+            _at_end.append(self._in)
         if place == "copies":
             BlockCopier._make = self._instead(BlockCopier._make)  # type: ignore[method-assign]
 
@@ -151,7 +157,59 @@ def load_program(message: Message, group: RankGroup) -> ToyProgram:
     return FaultyProgram(*fault, *arguments)
 
 
-if __name__ == "__main__":
-    from torch_pagoda.rank import main
+def run(arguments: list[str]) -> int:
+    """Be one of the ranks."""
+    status = main(arguments, load_program)
+    for do in _at_end:
+        do("end")
+    return status
 
-    sys.exit(main(sys.argv[1:], load_program))
+
+class Forked:
+    """A fork of this process as a rank, which starts at once; stands for ``subprocess.Popen``."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.pid = os.fork()
+        self._status: int | None = None
+        if self.pid:
+            return
+        status = 9
+        try:
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in numbers[:2]:
+                    with suppress(OSError):
+                        os.close(descriptor)
+            status = run(list(map(str, numbers)))
+        finally:
+            os._exit(status)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self._status is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            else:
+                time.sleep(0.002)
+        return self._status
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_workers(command: object, size: int, meeting: int, threads: int) -> list[Worker]:
+    """Stands for ``start_workers``: forks have imported torch already."""
+    workers = []
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process: Any = Forked([theirs.fileno(), meeting, rank, size, os.getpid()])
+        workers.append(Worker(rank, process, os.pidfd_open(process.pid), Channel(ours)))
+    return workers
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -35,6 +35,12 @@ PROMPTS = [[(7 * i + 3 * j) % VOCAB for j in range(length)] for i, length in enu
 SWAPPING = {"num_blocks": 19, "preemption": "swap", "swap_space": 1 << 20}
 
 
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are forks of this process: what happens to them costs no start of an interpreter."""
+    monkeypatch.setattr("torch_pagoda.runtime.parallel.launch.start_workers", toy_ranks.fork_workers)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """No process, descriptor or thread more than before; ranks have no files."""
@@ -72,7 +78,7 @@ def failure_of(fault: tuple[str, int, str], size: int = 2, **sizes: Any) -> str:
     fails_late = fault[2] == "stop" and fault[0] != "end"
     options: dict[str, Any] = {"step_timeout": 1.0} if fails_late else {}
     if fails_late and fault[0] == "load":
-        options["load_timeout"] = 15.0
+        options["load_timeout"] = 5.0
     try:
         program = toy_ranks.start(size, load={"fault": fault}, restarts=RestartLimit(0), **options)
     except GroupFailed as error:
@@ -91,12 +97,10 @@ def failure_of(fault: tuple[str, int, str], size: int = 2, **sizes: Any) -> str:
         program.close()
 
 
-SOON = [
+FAULTS = [
     (("load", 1, "raise"), r"rank 1 \(pid \d+\) failed (in|after) loading: ValueError: no load today"),
     (("step", 5, "kill"), r"rank 1 \(pid \d+\) died with signal 9 in step 5"),
     (("step", 5, "stop"), r"rank 1 \(pid \d+\) was stopped in step 5"),
-]
-LATE = [
     (("load", 1, "kill"), r"rank 1 \(pid \d+\) died with signal 9 (in|after) loading"),
     (("load", 1, "exit"), r"rank 1 \(pid \d+\) ended with status 3 (in|after) loading"),
     (("load", 1, "stop"), r"rank 1 \(pid \d+\) was stopped (in|after) loading"),
@@ -114,18 +118,14 @@ LATE = [
 ]
 
 
-@pytest.mark.parametrize("fault, told", SOON, ids=str)
+@pytest.mark.usefixtures("forks")
+@pytest.mark.parametrize("fault, told", FAULTS, ids=str)
 def test_a_rank_that_fails_is_named(fault, told):
-    assert re.fullmatch(told, failure_of(fault))
+    found = failure_of(fault, **(SWAPPING if fault[0] == "copies" else {}))
+    assert re.fullmatch(told, found), found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault, told", LATE, ids=str)
-def test_a_rank_that_fails_anywhere_is_named(fault, told):
-    assert re.fullmatch(told, failure_of(fault, **(SWAPPING if fault[0] == "copies" else {})))
-
-
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("what", ["kill", "raise", "stop"])
 def test_of_four_ranks_the_culprit_is_named(what):
     """Those that wait for it fail, too."""
@@ -133,7 +133,7 @@ def test_of_four_ranks_the_culprit_is_named(what):
     assert re.match(r"rank 3 \(pid \d+\) (died with signal 9|failed|was stopped) in step 3", told), told
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("what", ["kill", "raise", "stop", "exit"])
 def test_whatever_happens_at_the_end_they_end(what):
     program = toy_ranks.start(load={"fault": ("end", 1, what)})
@@ -159,7 +159,7 @@ def test_requests_go_on_when_a_rank_was_killed(tmp_path):
         program.close()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_torn_messages_end_the_group_by_name():
     for garbage, told in [
         (b"GET / HTTP/1.1\r\n" * 4, "TornMessage: a message begins with"),
@@ -179,6 +179,7 @@ def test_torn_messages_end_the_group_by_name():
             program.close()
 
 
+@pytest.mark.usefixtures("forks")
 def test_ranks_that_nobody_has_any_more_end():
     program = toy_ranks.start()
     made = engine(program)
@@ -186,10 +187,10 @@ def test_ranks_that_nobody_has_any_more_end():
     gc.collect()
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 def test_ranks_with_other_threads_are_refused(monkeypatch):
-    monkeypatch.setattr("torch_pagoda.runtime.parallel.launch.facts", lambda threads: {"threads": 7})
-    with pytest.raises(GroupFailed, match="rank 1 has another threads than rank 0: 1, not 7"):
+    monkeypatch.setattr("torch_pagoda.runtime.parallel.launch.facts", lambda threads: {"number of threads": 7})
+    with pytest.raises(GroupFailed, match="rank 1 has another number of threads than rank 0: 1, not 7"):
         toy_ranks.start()
 
 
@@ -236,7 +237,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("forks")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_ranks_that_are_killed_at_random_change_no_token(ahead):
     drawn = random.Random(3)
