@@ -63,15 +63,14 @@ class Ranks:
         self._threads = torch.get_num_threads() if threads is None else threads
         self._restarts = RestartLimit() if restarts is None else restarts
         self._load: Message | None = None
-        self._group: RankGroup | None = None
         self._start()
 
     @property
     def group(self) -> RankGroup:
         """All ranks, once they are to load."""
-        if self._group is None:
+        if not self._met:
             raise RuntimeError("the ranks have not met; call load() first")
-        return self._group
+        return self._met[0]
 
     @property
     def failure(self) -> GroupFailed | None:
@@ -93,12 +92,12 @@ class Ranks:
             GroupFailed: a rank ended, or runs other versions, threads or another processor.
         """
         self._load = message
-        with self.task("the start", self.load_timeout):
+        with self.task("loading", self.load_timeout):
             answers = self._watch.answers("here")
             _refuse_differences(facts(self._threads), {rank: answer.values for rank, answer in answers.items()})
             self.send(message)
-            self._group = self._meet()
-        set_group(self._group)
+            self._met.append(self._meet())
+        set_group(self.group)
 
     def lead(self, program: Program) -> LeaderProgram:
         """The program of all ranks, of which ``program`` is this one's part; waits until the others have loaded.
@@ -139,22 +138,19 @@ class Ranks:
     def close(self) -> None:
         """End the other ranks; a second call does nothing."""
         self._end()
-        if self._group is not None:
-            drop_group(self._group.name)
-            self._group.close()
-            self._group = None
 
     def _start(self) -> None:
         self._number = 0
+        self._met: list[RankGroup] = []
         meeting = os.memfd_create("torch_pagoda-ranks")
         try:
             start = partial(start_workers, self._command, self.size, meeting, self._threads)
-            self._watch = Watch(start, partial(_abort, weakref.ref(self)))
+            self._watch = Watch(start, partial(_abort, self._met))
         except BaseException:
             os.close(meeting)
             raise
         self._meeting = meeting
-        self._end = weakref.finalize(self, _end, self._watch, meeting, os.getpid())
+        self._end = weakref.finalize(self, _end, self._watch, meeting, self._met, os.getpid())
 
     def _meet(self) -> RankGroup:
         """The group, which torch waits for without a word of what becomes of the others."""
@@ -186,7 +182,12 @@ def facts(threads: int) -> dict[str, Any]:
         version = importlib.metadata.version("torch-pagoda")
     except importlib.metadata.PackageNotFoundError:
         version = "unknown"
-    return {"torch": torch.__version__, "torch-pagoda": version, "processor": processor(), "threads": threads}
+    return {
+        "version of torch": torch.__version__,
+        "version of torch-pagoda": version,
+        "processor": processor(),
+        "number of threads": threads,
+    }
 
 
 def digest_of(program: Program) -> dict[str, Any]:
@@ -201,16 +202,20 @@ def _refuse_differences(own: Mapping[str, Any], others: Mapping[int, Mapping[str
                 raise GroupFailed(rank, f"has another {name} than rank 0: {theirs.get(name)!r}, not {value!r}")
 
 
-def _end(watch: Watch, meeting: int, pid: int) -> None:
-    """End the other ranks, unless this is a fork of the process that has them."""
+def _end(watch: Watch, meeting: int, met: Sequence[RankGroup], pid: int) -> None:
+    """End the other ranks and leave the group, unless this is a fork of the process that has them."""
+    if os.getpid() != pid:
+        return
     os.close(meeting)
-    if os.getpid() == pid:
-        watch.end(END_SECONDS)
+    watch.end(END_SECONDS)
+    for group in met:
+        drop_group(group.name)
+        group.close()
 
 
-def _abort(ranks: weakref.ref[Ranks]) -> None:
-    """Let this rank leave an exchange that waits in this process for the others, in memory that they share."""
-    found = ranks()
-    abort = getattr(found._group, "abort", None) if found is not None else None
-    if abort is not None:
-        abort()
+def _abort(met: Sequence[RankGroup]) -> None:
+    """Let this rank leave an exchange in which it waits for the others in memory that they share."""
+    for group in met:
+        abort = getattr(group, "abort", None)
+        if abort is not None:
+            abort()

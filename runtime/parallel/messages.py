@@ -89,7 +89,7 @@ def encode(message: Message, number: int) -> bytes:
         if tensor.numel():
             # A dim of size 1 counts as contiguous whatever its stride, which a view of bytes would refuse.
             flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
-            parts += [bytes(-size % _ALIGNMENT), memoryview(flat.view(torch.uint8).numpy())]
+            parts += [bytes(-size % _ALIGNMENT), flat.view(torch.uint8).numpy().data]
             size += len(parts[-2]) + len(parts[-1])
     header = json.dumps([message.kind, number, message.values, listed], separators=(",", ":")).encode()
     return b"".join([_PREFIX.pack(_MARK, len(header), size), header, *parts])

@@ -152,6 +152,9 @@ class Watch:
             self._news.notify_all()
         try:
             self._watch(workers)
+        except Exception as error:
+            logger.exception("cannot watch the other ranks")
+            self._note(GroupFailed(0, f"cannot watch the others: {_line(error)}"))
         finally:
             for worker in workers:
                 worker.kill()

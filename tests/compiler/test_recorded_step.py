@@ -17,6 +17,8 @@ from torch_pagoda.compiler.targets.cpu import recorded_step
 from torch_pagoda.compiler.targets.cpu.kernels import GraphCalls, kernel_calls
 from torch_pagoda.compiler.targets.cpu.recorded_step import RecordedSteps, _Step
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
+from torch_pagoda.runtime.ops import OPERATORS
+from torch_pagoda.runtime.ops.collectives import GROUP, all_reduce, drop_group, set_group
 from torch_pagoda.runtime.ops.native import load_kernels
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
@@ -173,6 +175,52 @@ def test_a_refused_step_says_why(served, replays):
     with pytest.raises(ValueError, match=r"slot_mapping\[0\] is 999"):
         served.step(9, 4, 999)
     assert replays[-1] is False
+    assert torch.equal(served.step(9, 4), expected)
+
+
+class OneRank:
+    """A group of this process alone, in which torch computes nothing."""
+
+    rank, size, name = 0, 1, GROUP
+
+    def __init__(self):
+        self.calls = 0
+
+    def all_reduce(self, x):
+        self.calls += 1
+        out = torch.empty_like(x)
+        out.numpy()[:] = x.numpy()
+        return out
+
+
+@pytest.fixture
+def exchanging():
+    """A program that sums its logits over a group, and the group."""
+    served, group = Served(dtype=torch.float32), OneRank()
+    module = served.program._run.module
+    (output,) = module.graph.find_nodes(op="output")
+    logits = output.args[0][0]
+    with module.graph.inserting_before(output):
+        total = module.graph.call_function(OPERATORS[all_reduce].cpu, (logits, GROUP))
+    output.replace_input_with(logits, total)
+    module.recompile()
+    served.program._recorded = served.program._records(GraphCalls(module), served.program.linkage)
+    set_group(group)
+    yield served, group
+    drop_group(GROUP)
+
+
+@needs_kernels
+def test_each_step_exchanges_once_and_is_not_run_again(exchanging, replays):
+    served, group = exchanging
+    warm_up(served)
+    expected = served.graph(9, 4)
+    group.calls = 0
+    assert torch.equal(served.step(9, 4), expected)
+    assert replays[-1] is True and group.calls == 1
+    with pytest.raises(RuntimeError, match="the step is not run again, as other ranks run it once"):
+        served.step(9, 4, 999)
+    assert replays[-1] is False and group.calls == 1
     assert torch.equal(served.step(9, 4), expected)
 
 

@@ -1,32 +1,40 @@
 """The toy transformer cut for several ranks, in processes; run as a script, this is one of them.
 
 Its load message may ask for a fault: ``{"fault": [place, count, what]}`` does ``what`` to the rank that has
-``fault_rank`` when it comes to ``place`` for that time.
+``fault_rank``, else the last one, when it comes to ``place`` for that time; with ``once`` only if there is a file of
+that name, which it removes.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_pagoda.rank import main
 from torch_pagoda.runtime.cache.block_copier import BlockCopier
 from torch_pagoda.runtime.ops.collectives import GROUP
+from torch_pagoda.runtime.parallel.channel import Channel
 from torch_pagoda.runtime.parallel.group import RankGroup
 from torch_pagoda.runtime.parallel.launch import Ranks
 from torch_pagoda.runtime.parallel.leader import LeaderProgram
 from torch_pagoda.runtime.parallel.messages import Message
+from torch_pagoda.runtime.parallel.workers import Worker
 from torch_pagoda.runtime.program import KVCache
 from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from toy_program import DIM, HEADS, KV_HEADS, LAYERS, ToyProgram
 
+_at_end: list[Callable[[str], None]] = []
 COMMAND = (sys.executable, str(Path(__file__)))
 
 
@@ -88,9 +96,9 @@ class FaultyProgram(RankProgram):
     """One that comes to grief.
 
     Args:
-        place: ``"load"``, ``"count"``, ``"reserve"``, ``"bind"``, ``"step"`` or ``"copies"``.
+        place: ``"load"``, ``"reserve"``, ``"bind"``, ``"step"``, ``"copies"`` or ``"end"``.
         count: at which time.
-        what: ``"kill"``, ``"stop"``, ``"raise"``, ``"exit"`` or ``"mode"``.
+        what: ``"kill"``, ``"stop"``, ``"raise"`` or ``"exit"``.
         arguments: of ``RankProgram``.
     """
 
@@ -99,6 +107,8 @@ class FaultyProgram(RankProgram):
         self.left = count
         self._in("load")
         super().__init__(*arguments)
+        if place == "end":
+            _at_end.append(self._in)
         if place == "copies":
             BlockCopier._make = self._instead(BlockCopier._make)  # type: ignore[method-assign]
 
@@ -123,14 +133,11 @@ class FaultyProgram(RankProgram):
 
     def reserve(self, *sizes: int) -> int:
         self._in("reserve")
-        return super().reserve(*sizes) + (self.fault == ("spare", "more"))
+        return super().reserve(*sizes)
 
     def bind(self, kv_cache: KVCache) -> None:
         self._in("bind")
         super().bind(kv_cache)
-
-    def mode(self, step: StepMetadata) -> str:
-        return "graph" if self.fault[0] == "mode" else ""
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
         self._in("step")
@@ -140,13 +147,69 @@ class FaultyProgram(RankProgram):
 def load_program(message: Message, group: RankGroup) -> ToyProgram:
     """The part of a rank."""
     arguments = group.rank, group.size, tuple(message.values["windows"])
-    fault = message.values.get("fault")
+    fault, once = message.values.get("fault"), message.values.get("once")
     if fault is None or group.rank != message.values.get("fault_rank", group.size - 1):
         return RankProgram(*arguments)
+    if once is not None:
+        if not os.path.exists(once):
+            return RankProgram(*arguments)
+        os.remove(once)
     return FaultyProgram(*fault, *arguments)
 
 
-if __name__ == "__main__":
-    from torch_pagoda.rank import main
+def run(arguments: list[str]) -> int:
+    """Be one of the ranks."""
+    status = main(arguments, load_program)
+    for do in _at_end:
+        do("end")
+    return status
 
-    sys.exit(main(sys.argv[1:], load_program))
+
+class Forked:
+    """A fork of this process as a rank, which starts at once; stands for ``subprocess.Popen``."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.pid = os.fork()
+        self._status: int | None = None
+        if self.pid:
+            return
+        status = 9
+        try:
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor > 2 and descriptor not in numbers[:2]:
+                    with suppress(OSError):
+                        os.close(descriptor)
+            status = run(list(map(str, numbers)))
+        finally:
+            os._exit(status)
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self._status is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            if found:
+                self._status = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+            else:
+                time.sleep(0.002)
+        return self._status
+
+    def kill(self) -> None:
+        if self._status is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def fork_workers(command: object, size: int, meeting: int, threads: int) -> list[Worker]:
+    """Stands for ``start_workers``: forks have imported torch already."""
+    workers = []
+    for rank in range(1, size):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process: Any = Forked([theirs.fileno(), meeting, rank, size, os.getpid()])
+        workers.append(Worker(rank, process, os.pidfd_open(process.pid), Channel(ours)))
+    return workers
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -338,6 +338,30 @@ def test_a_capture_that_raises_half_way_leaves_the_others(monkeypatch, caplog):
     assert attempts == [2], "what is broken is not asked again"
 
 
+@pytest.mark.parametrize("drops_at", [0, 1])
+def test_what_another_rank_drops_is_dropped(monkeypatch, drops_at):
+    """Before its first run, in which ranks would wait for each other, or after it."""
+    route, graph = captured(monkeypatch)
+    calls: list[int] = []
+
+    class Ranks:
+        def agree(self, value: int, how: str) -> int:
+            calls.append(value)
+            return int(len(calls) == 3 + drops_at)  # the second size
+
+    program = link(route.traced, route)
+    program.group = Ranks()  # type: ignore[assignment]
+    assert route.traced.npu is not None
+    engine = Engine(program, block_size=route.traced.npu.block_size, **LIMITS)
+    (dropped,) = [name for name, reason in outcomes(engine).items() if reason]
+    assert outcomes(engine)[dropped] == "another rank drops it"
+    size = route.planned[1]
+    assert (size in graph.sizes) == bool(drops_at)
+    assert_same(complete(engine), served(route.traced, route.traced.module))
+    step = engine.runner.program.mode  # type: ignore[attr-defined]
+    assert callable(step)
+
+
 REFUSED = "E40021: Failed to compile Op [FusedInferAttentionScore]"
 
 
