@@ -45,16 +45,16 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
     from .runtime.ops.collectives import set_group
     from .runtime.parallel.channel import Channel, ChannelClosed
     from .runtime.parallel.follow import failed_message, follow
+    from .runtime.parallel.host_group import meet_on_host
     from .runtime.parallel.launch import digest_of, facts
     from .runtime.parallel.messages import Message
-    from .runtime.parallel.torch_group import TorchGroup
 
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=fd))
     try:
         channel.send(Message("here", facts(torch.get_num_threads())))
         message = channel.receive()
-        group = TorchGroup.of_descriptor(meeting, rank, size, _MEET_SECONDS)
+        group = meet_on_host(meeting, rank, size, _MEET_SECONDS)
         os.close(meeting)
         set_group(group)
         program = load_program(message, group)

@@ -28,7 +28,7 @@ class GroupFailed(DeviceLost):
 
 
 class CollectiveFailed(GroupFailed):
-    """Another rank did not take part in an exchange; ``rank`` is the one that noticed."""
+    """A rank did not take part in an exchange; ``rank`` is that one, or where nobody knows, the one that noticed."""
 
 
 class RankGroup(ParallelGroup, Protocol):

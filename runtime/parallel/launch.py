@@ -19,9 +19,9 @@ from ..ops.native import processor
 from ..program import Program
 from ..restart_limit import RestartLimit
 from .group import GroupFailed, RankGroup
+from .host_group import meet_on_host
 from .leader import LeaderProgram
 from .messages import Message, encode
-from .torch_group import TorchGroup
 from .watch import Watch
 from .workers import COMMAND, start_workers
 
@@ -158,7 +158,7 @@ class Ranks:
 
         def meet(meeting: int) -> None:
             try:
-                found.set_result(TorchGroup.of_descriptor(meeting, 0, self.size, self.load_timeout))
+                found.set_result(meet_on_host(meeting, 0, self.size, self.load_timeout))
             except BaseException as error:
                 found.set_exception(error)
             finally:

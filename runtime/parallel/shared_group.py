@@ -15,7 +15,7 @@ import torch
 from ..ops.collectives import GROUP
 from ..ops.native import FLOAT_CODES, kernel_function
 from ..private_folder import check_private_folder
-from .failure import GroupFailed
+from .group import CollectiveFailed
 
 MOST_RANKS = 64
 SLOT_BYTES = 1 << 20
@@ -123,13 +123,13 @@ class SharedGroup:
         """Wait until all ranks have joined, and watch their processes from then on.
 
         Raises:
-            GroupFailed: they have not within ``timeout``, or one has ended.
+            CollectiveFailed: they have not within ``timeout``, or one has ended.
         """
         deadline = time.monotonic() + self.timeout
         for rank in range(self.size):
             while not self._process(rank):
                 if time.monotonic() > deadline:
-                    raise GroupFailed(rank, f"rank {rank} did not join the group within {self.timeout:g} s")
+                    raise CollectiveFailed(rank, f"did not join the group within {self.timeout:g} s")
                 self._raise_if_failed()
                 time.sleep(0.002)
             if rank != self.rank:
@@ -159,7 +159,7 @@ class SharedGroup:
 
         Raises:
             ValueError: ``x`` is neither fp32, bf16 nor fp16.
-            GroupFailed: another rank ended, is late or sums something else.
+            CollectiveFailed: another rank ended, is late or sums something else.
         """
         if x.dtype not in FLOAT_CODES:
             raise ValueError(f"x has dtype {x.dtype}; sums of ranks are of fp32, bf16 or fp16")
@@ -172,7 +172,7 @@ class SharedGroup:
         """Every rank's ``x``, of any dtype, beside each other in the order of the ranks along the last dim.
 
         Raises:
-            GroupFailed: another rank ended, is late or gathers something else.
+            CollectiveFailed: another rank ended, is late or gathers something else.
         """
         x = x.contiguous()
         *sizes, last = x.shape
@@ -219,20 +219,20 @@ class SharedGroup:
 
     def _raise_failure(self) -> None:
         if not self._member[0]:
-            raise GroupFailed(self.rank, f"rank {self.rank} has left the group")
+            raise CollectiveFailed(self.rank, "has left the group")
         (failure,) = struct.unpack_from("=Q", self._memory, _FAILURE)
         kind, culprit, teller = failure & 255, failure >> 8 & 255, failure >> 16 & 255
         where = f"exchange {self._member[_EXCHANGES]} (step {self.step})"
-        process = f"rank {culprit} (pid {self._process(culprit)}"
+        process = f"(pid {self._process(culprit)}"
         if kind == _LATE:
             state = _state_of(self._process(culprit))
-            raise GroupFailed(culprit, f"{process}, {state}) did not reach {where} within {self.timeout:g} s")
+            raise CollectiveFailed(culprit, f"{process}, {state}) did not reach {where} within {self.timeout:g} s")
         if kind == _ENDED:
-            raise GroupFailed(culprit, f"{process}) ended before {where}")
+            raise CollectiveFailed(culprit, f"{process}) ended before {where}")
         if kind == _DIFFER:
-            raise GroupFailed(culprit, f"{process}) and rank {teller} exchange different tensors in {where}")
+            raise CollectiveFailed(culprit, f"{process}) and rank {teller} exchange different tensors in {where}")
         words = self._memory[_WORDS + culprit * _WORD_BYTES :][:_WORD_BYTES].partition(b"\0")[0]
-        raise GroupFailed(culprit, f"{process}) stopped the group in {where}: {words.decode(errors='replace')}")
+        raise CollectiveFailed(culprit, f"{process}) stopped the group in {where}: {words.decode(errors='replace')}")
 
     def _watch(self, rank: int) -> int:
         """A descriptor of a rank's process, readable once it ends; -1 where the system has none."""
@@ -240,7 +240,7 @@ class SharedGroup:
         try:
             return os.pidfd_open(process)
         except ProcessLookupError:
-            raise GroupFailed(rank, f"rank {rank} (pid {process}) ended at the start") from None
+            raise CollectiveFailed(rank, f"(pid {process}) ended at the start") from None
         except (AttributeError, OSError):
             return -1
 

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from torch_pagoda.runtime.ops.native import load_kernels
-from torch_pagoda.runtime.parallel.failure import GroupFailed
+from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.shared_group import SharedGroup
 
 load_kernels()

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import toy_ranks
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.parallel.group import GroupFailed
@@ -27,7 +28,6 @@ from torch_pagoda.runtime.parallel.leader import LeaderProgram
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.restart_limit import RestartLimit
 
-import toy_ranks
 from toy_program import VOCAB, ToyProgram
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

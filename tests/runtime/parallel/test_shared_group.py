@@ -14,7 +14,7 @@ from rank_processes import exchange, exchange_in_two_groups, fail_at, random_cas
 from torch_pagoda.runtime.npu_errors.device_lost import DeviceLost
 from torch_pagoda.runtime.ops.native import load_kernels
 from torch_pagoda.runtime.parallel import shared_group
-from torch_pagoda.runtime.parallel.failure import GroupFailed
+from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.shared_group import SharedGroup
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no C++ kernels")

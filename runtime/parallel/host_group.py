@@ -1,0 +1,71 @@
+"""The ranks of one host: they decide by torch's process group, and exchange tensors in memory that they share."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from ..ops.native import kernel_function
+from .group import Agreement, RankGroup
+from .shared_group import SharedGroup
+from .torch_group import TorchGroup
+
+_PATH_BYTES = 1024
+
+
+class HostGroup:
+    """A :class:`~.group.RankGroup` of processes on one host.
+
+    Args:
+        control: of the same ranks; what they decide goes through it.
+        tensors: likewise; what graphs exchange does.
+    """
+
+    def __init__(self, control: TorchGroup, tensors: SharedGroup) -> None:
+        self.rank, self.size, self.name = control.rank, control.size, control.name
+        self._control, self._tensors = control, tensors
+        self.all_reduce, self.all_gather = tensors.all_reduce, tensors.all_gather
+
+    def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
+        """See ``RankGroup``."""
+        return self._control.broadcast(x, source)
+
+    def agree(self, value: int, how: Agreement, name: str = "value") -> int:
+        """See ``RankGroup``."""
+        return self._control.agree(value, how, name)
+
+    def abort(self) -> None:
+        """Let all ranks leave the exchange that they are in; any thread may call it."""
+        self._tensors.stop("another rank has failed")
+
+    def close(self) -> None:
+        """See ``RankGroup``."""
+        self._tensors.close()
+        self._control.close()
+
+
+def meet_on_host(meeting: int, rank: int, size: int, timeout: float) -> RankGroup:
+    """The group of ranks on this host, once all have come; of gloo alone where a rank has no kernels.
+
+    Args:
+        meeting: see ``TorchGroup.of_descriptor``, as for the others.
+        rank, size, timeout: as there.
+
+    Raises:
+        CollectiveFailed: the other ranks did not come.
+    """
+    control = TorchGroup.of_descriptor(meeting, rank, size, timeout)
+    if not control.agree(int(kernel_function("pagoda_shared_all_reduce") is not None), "min"):
+        return control
+    if rank:
+        path = bytes(control.broadcast(torch.zeros(_PATH_BYTES, dtype=torch.uint8), 0).tolist()).rstrip(b"\0")
+        tensors = SharedGroup.join(Path(path.decode()), rank, control.name)
+        tensors.meet()
+        return HostGroup(control, tensors)
+    with tempfile.TemporaryDirectory(prefix="torch_pagoda-") as folder:
+        tensors = SharedGroup.create(Path(folder), size, control.name)
+        control.broadcast(torch.tensor(list(folder.encode().ljust(_PATH_BYTES, b"\0")), dtype=torch.uint8), 0)
+        tensors.meet()  # the folder is needed no more
+    return HostGroup(control, tensors)
