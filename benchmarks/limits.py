@@ -5,7 +5,8 @@
 
 read      GB/s of bf16 weights in oneDNN's layout, one row of input, 40 distinct matrices (5632 x 2048); or of a sum
           of as many bytes, where that is faster
-GEMM      GFLOP/s of these matrices with 512 rows
+GEMM      GFLOP/s of these matrices with 512 rows; where oneDNN does not multiply bf16 (processors with AVX2 and
+          nothing newer), its products in float32 or ours in bf16, whichever are faster
 ceiling   tokens/s of the 32 requests in ``shapes.py``: the scheduler is run with a model that takes no time but for
           its matrix products, each step's timed at its number of rows. All layers have matrices of their own, so
           that none is in a cache when it is read again. Between the sizes that are timed, time is interpolated.
@@ -32,7 +33,13 @@ from transformers import AutoModelForCausalLM
 
 from torch_pagoda.runtime.batching import Batcher
 from torch_pagoda.runtime.blocks import BlockGroup, BlockManager
-from torch_pagoda.runtime.ops.linear.packed_linear import pack_weight, packed_linear_cpu, packed_linear_reference
+from torch_pagoda.runtime.ops.linear.onednn_weight import pack_for_onednn
+from torch_pagoda.runtime.ops.linear.packed_linear import (
+    own_panel,
+    pack_weight,
+    packed_linear_cpu,
+    packed_linear_reference,
+)
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
@@ -52,28 +59,43 @@ class Limits:
     Attributes:
         read_gb_per_s: of weights, with one row of input, or of numbers that are summed up: the faster one.
         gemm_gflops: with 512 rows.
+        gemm_dtype: of the numbers that are multiplied so fast.
     """
 
     read_gb_per_s: float
     gemm_gflops: float
+    gemm_dtype: str = "bfloat16"
 
 
-def packed_products(sizes: Sequence[tuple[int, int]]) -> list[Product]:
-    """Products with distinct random bf16 matrices ``[out, in]``: oneDNN's, or ours where it has none in bf16."""
+@functools.cache
+def dtype_of_products() -> torch.dtype:
+    """bf16 where oneDNN or our kernels multiply it; a limit on oneDNN's instructions shows only when it is asked."""
+    try:
+        weight = pack_weight(torch.zeros(64, 64, dtype=torch.bfloat16))
+        packed_linear_cpu(torch.zeros(512, 64, dtype=torch.bfloat16), weight)
+    except RuntimeError:
+        return torch.float32
+    return torch.bfloat16
+
+
+def packed_products(sizes: Sequence[tuple[int, int]], dtype: torch.dtype) -> list[Product]:
+    """Products with distinct random matrices ``[out, in]``: oneDNN's, or ours in bf16 where it has none in that."""
     values: dict[tuple[int, int], torch.Tensor] = {}
     products = []
     for size in sizes:
         if size not in values:
-            values[size] = torch.randn(size).bfloat16()
-        weight = pack_weight(values[size])
+            values[size] = torch.randn(size, dtype=dtype)
+        weight = pack_weight(values[size]) if dtype is torch.bfloat16 else pack_for_onednn(values[size])
         product = packed_linear_reference if weight.is_mkldnn else packed_linear_cpu
         products.append(lambda x, weight=weight, product=product: product(x, weight))
     return products
 
 
-def seconds_of(products: Sequence[Product], widths: Sequence[int], rows: int, repeats: int) -> float:
+def seconds_of(
+    products: Sequence[Product], widths: Sequence[int], rows: int, repeats: int, dtype: torch.dtype
+) -> float:
     """Median time of all products one after the other, on ``rows`` rows each."""
-    inputs = {width: torch.randn(rows, width).bfloat16() for width in set(widths)}
+    inputs = {width: torch.randn(rows, width, dtype=dtype) for width in set(widths)}
     times = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -86,14 +108,17 @@ def seconds_of(products: Sequence[Product], widths: Sequence[int], rows: int, re
 def machine_limits(repeats: int = 5) -> Limits:
     """What is read and multiplied at most."""
     elements = _COUNT * _MATRIX[0] * _MATRIX[1]
-    products, widths = packed_products([_MATRIX] * _COUNT), [_MATRIX[1]] * _COUNT
+    widths = [_MATRIX[1]] * _COUNT
     numbers = torch.ones(elements // 2)  # of fp32: as many bytes
-    one_row = seconds_of(products, widths, 1, repeats)
-    summed = seconds_of([lambda _: numbers.sum()], [1], 1, repeats)
-    return Limits(
-        2 * elements / min(one_row, summed) / 1e9,
-        2 * elements * 512 / seconds_of(products, widths, 512, repeats) / 1e9,
-    )
+    read = 2 * elements / seconds_of([lambda _, numbers=numbers: numbers.sum()], [1], 1, repeats, torch.float32)
+    del numbers
+    gemm: dict[torch.dtype, float] = {}
+    for dtype in {dtype_of_products(), torch.float32 if own_panel() else dtype_of_products()}:
+        products = packed_products([_MATRIX] * _COUNT, dtype)
+        read = max(read, dtype.itemsize * elements / seconds_of(products, widths, 1, repeats, dtype))
+        gemm[dtype] = 2 * elements * 512 / seconds_of(products, widths, 512, repeats, dtype)
+    fastest = max(gemm, key=gemm.__getitem__)
+    return Limits(read / 1e9, gemm[fastest] / 1e9, str(fastest).removeprefix("torch."))
 
 
 @functools.cache
@@ -117,15 +142,16 @@ class StepTimes:
     def __init__(self, shape: str, repeats: int = 3) -> None:
         config = WHOLE_SHAPES[shape]()
         layers = layer_matrices(shape)
-        products, widths = packed_products(layers), [size[1] for size in layers]
-        self.layers = [seconds_of(products, widths, rows, repeats) for rows in ROWS]
+        dtype = dtype_of_products()
+        products, widths = packed_products(layers, dtype), [size[1] for size in layers]
+        self.layers = [seconds_of(products, widths, rows, repeats, dtype) for rows in ROWS]
         del products
         # As many heads as no cache holds.
         head = (config.vocab_size, config.hidden_size)
         count = max(1, round(1e9 / (2 * head[0] * head[1])))
-        products = packed_products([head] * count)
+        products = packed_products([head] * count, dtype)
         few = [rows for rows in ROWS if rows <= 64]
-        self.head = [seconds_of(products, [head[1]] * count, rows, repeats) / count for rows in few]
+        self.head = [seconds_of(products, [head[1]] * count, rows, repeats, dtype) / count for rows in few]
 
     def __call__(self, tokens: int, asked: int) -> float:
         """Of a step with so many tokens, of which so many are asked for logits."""
@@ -176,7 +202,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     limits = machine_limits()
-    print(f"read {limits.read_gb_per_s:.1f} GB/s, GEMM {limits.gemm_gflops:.0f} GFLOP/s, {args.threads} threads")
+    gemm = f"GEMM {limits.gemm_gflops:.0f} GFLOP/s in {limits.gemm_dtype}"
+    print(f"read {limits.read_gb_per_s:.1f} GB/s, {gemm}, {args.threads} threads")
     ceilings = {}
     for shape in args.shape or SHAPES:
         ceilings[shape] = ceiling(shape)

@@ -160,7 +160,8 @@ def _limits_of(run: Mapping[str, Any]) -> str:
     read = statistics.mean(found["read_gb_per_s"] for found in run["limits"])
     gemm = statistics.mean(found["gemm_gflops"] for found in run["limits"])
     others = ", ".join(label for label, side in run["sides"].items() if side["name"] != "ours")
-    text = f"- beside {others}: read {read:.1f} GB/s, GEMM {gemm:.0f} GFLOP/s"
+    dtype = " in float32" if any(found.get("gemm_dtype") == "float32" for found in run["limits"]) else ""
+    text = f"- beside {others}: read {read:.1f} GB/s, GEMM {gemm:.0f} GFLOP/s{dtype}"
     if run["shape"] in EXPERT_SHAPES:
         return text
     prefill = [

@@ -6,6 +6,8 @@ Everything lies in ``$TORCH_PAGODA_CACHE/peers`` (``~/.cache/torch_pagoda/peers`
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import sys
 from dataclasses import dataclass, field
@@ -121,6 +123,8 @@ PEERS = {
             "int8": Format("gguf-q8_0", 8.5, 8.5),
             # The head is Q6_K.
             "int4": Format("gguf-q4_0", 4.5, 210 * 8 / 256),
+            # So is half of what the layers keep of values, and of what leads back from the wide space.
+            "int4-q4_k_m": Format("gguf-q4_k_m", 4.85, 210 * 8 / 256),
             "mxfp4-stored": Format("gguf-mxfp4"),
         },
         # GCC 12 takes the AMX tiles' configuration for a dead store: its _tile_loadconfig says that it reads 8 bytes.
@@ -132,6 +136,33 @@ PEERS = {
         },
     ),
 }
+
+
+HELD_TO = {"avx2": ("haswell", {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"})}
+"""Instructions, of which a processor may have more → GCC's name for them, and variables that libraries read."""
+
+
+def held_environment(instructions: str) -> dict[str, str]:
+    """Variables with which all that is run uses no more than these: libraries are told, and for what is built here
+    (our kernels, llama.cpp) the compilers take ``-march=native`` for such a processor. Environments, models and
+    kernels lie in a folder of their own."""
+    architecture, variables = HELD_TO[instructions]
+    folder = cache_folder() / instructions
+    compilers = folder / "compilers"
+    compilers.mkdir(parents=True, exist_ok=True)
+    for name in ("gcc", "g++"):
+        real = next(
+            found for at in os.get_exec_path() if Path(at) != compilers and (found := shutil.which(name, path=at))
+        )
+        script = compilers / name
+        script.write_text(
+            "#!/bin/sh\n"
+            f'for a; do shift; [ "$a" = -march=native ] && a=-march={architecture}; set -- "$@" "$a"; done\n'
+            f'exec {shlex.quote(real)} "$@"\n'
+        )
+        script.chmod(0o755)
+    path = os.pathsep.join((str(compilers), *os.get_exec_path()))
+    return {**os.environ, **variables, "PATH": path, "TORCH_PAGODA_CACHE": str(folder)}
 
 
 def home() -> Path:

@@ -15,7 +15,8 @@ limits are measured in the same run. A side that fails leaves the run, and its l
   of read      what decoding reads of the weights, as kept by that side, of what the machine reads in that time
   TTFT 128     milliseconds from the request to the token, prompt of 128
   prefill      prompt tokens/s, prompt of 1024
-  of GEMM      its matrix products of what the machine multiplies in that time, in bf16; more is possible in int8
+  of GEMM      its matrix products of what the machine multiplies in that time, in bf16, or in float32 where that is
+               faster; more is possible in int8
   32 requests  generated tokens/s of the requests in ``shapes.py``, all there from the beginning
   of ceiling   of that if nothing but bf16 matrix products took time
   first token  seconds from the start of a fresh process to its first token: loading, compiling, a prompt of 128;
@@ -45,7 +46,7 @@ import torch
 from environments import CommandFailed, last_line
 from limits import ceiling, machine_limits
 from peer_figures import plot, tables
-from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, model_folder, python_of
+from peer_setup import HELD_TO, OURS, PEERS, WORKERS, Peer, PeerFailed, held_environment, model_folder, python_of
 from report import conditions, save
 from shapes import (
     ALL_SHAPES,
@@ -69,7 +70,7 @@ PHASES = {
 VARIANTS = {
     "bf16": ("bf16",),
     "int8": ("int8", "int8-weight-only"),
-    "int4": ("int4", "int4-weight-only"),
+    "int4": ("int4", "int4-weight-only", "int4-q4_k_m"),
     "int4-stored": ("int4-stored",),
     "mxfp4-stored": ("mxfp4-stored",),
 }
@@ -291,9 +292,7 @@ def chosen_runs(args: argparse.Namespace) -> Iterator[tuple[str, str, list[Side]
         for weights in args.weights or (VARIANTS if args.all else ["bf16"]):
             if (weights == "mxfp4-stored") is not (shape in EXPERT_SHAPES):
                 continue  # only experts are stored so, and they only so
-            ours = [
-                Side.ours(variant) for variant in VARIANTS[weights] if variant in (args.ours or VARIANTS[weights])
-            ]
+            ours = [Side.ours(variant) for variant in VARIANTS[weights] if variant in (args.ours or OURS.formats)]
             peers = [
                 [Side.theirs(name, variant) for variant in VARIANTS[weights] if variant in PEERS[name].formats]
                 for name in args.peer or PEERS
@@ -317,15 +316,20 @@ def main() -> None:
     parser.add_argument("--peer", choices=PEERS, action="append", help="may be given more than once")
     parser.add_argument("--shape", choices=ALL_SHAPES, action="append", help=f"--all without it: {', '.join(SHAPES)}")
     parser.add_argument("--weights", choices=VARIANTS, action="append", help="their width")
-    variants = [variant for of_width in VARIANTS.values() for variant in of_width]
-    parser.add_argument("--ours", choices=variants, action="append", help="default: all of the width, side by side")
+    parser.add_argument(
+        "--ours", choices=OURS.formats, action="append", help="default: all of the width, side by side"
+    )
     parser.add_argument("--all", action="store_true", help="a run for each peer, shape and width; or of those given")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--no-start", action="store_true", help="skip the cold and warm starts")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON, Markdown and PNG here")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out in which nobody failed")
+    parser.add_argument("--hold", choices=HELD_TO, help="all sides to these instructions")
     args = parser.parse_args()
+    if args.hold and os.environ.get("HELD_TO") != args.hold:
+        environment = held_environment(args.hold) | {"HELD_TO": args.hold}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)  # what is loaded knows more already
     if not args.all and not args.peer:
         parser.error("give --peer or --all")
     if args.resume and not args.out:

@@ -25,7 +25,7 @@ ARCHITECTURES = {
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 DTYPES = {"BF16": "<u2", "U8": "u1"}
-FILE_TYPES = {"q8_0": "LLAMA_FTYPE_MOSTLY_Q8_0", "q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0"}
+FILE_TYPES = {kind: f"LLAMA_FTYPE_MOSTLY_{kind.upper()}" for kind in ("q8_0", "q4_0", "q4_k_m")}
 
 
 def read_tensors(path: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 import numpy as np
 import openvino
@@ -17,9 +18,13 @@ def load(args: argparse.Namespace) -> Generate:
     scheduler.max_num_batched_tokens = 256
     scheduler.dynamic_split_fuse = True
     scheduler.enable_prefix_caching = False
-    properties: dict[str, int] = {"INFERENCE_NUM_THREADS": args.threads}
-    if args.weights.endswith("-weight-only"):
-        # By default it rounds inputs to 8 bits, in groups, where it multiplies with rounded weights.
+    properties: dict[str, int | str] = {"INFERENCE_NUM_THREADS": args.threads}
+    held = os.environ.get("ONEDNN_MAX_CPU_ISA") == "AVX2"
+    if held:
+        # It asks the processor whether there is bf16, and then oneDNN, which has none.
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
+    if held or args.weights.endswith("-weight-only"):
+        # By default it rounds inputs to 8 bits, in groups, where it multiplies with rounded weights; not on AVX2.
         properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     pipeline = openvino_genai.ContinuousBatchingPipeline(args.model, scheduler, "CPU", properties)
 

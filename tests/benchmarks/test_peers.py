@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import environments
+import limits
 import peers
 import pytest
 import torch
 from environments import CommandFailed
 from limits import ROWS, Limits, _between, layer_matrices, steps_of_workload
 from peer_figures import DECODE, cache_bytes, figures, pairs, plot, prefill_flops, read_bytes, tables
-from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed
+from peer_setup import OURS, PEERS, WORKERS, Peer, PeerFailed, held_environment
 from peers import VARIANTS, Side, Worker, compare, finished_runs
 from shapes import OUTPUT_LENGTHS, PREFILL_PROMPT, PROMPT_LENGTHS, SHAPES, WHOLE_SHAPES, weight_bytes_per_token
 from trained_model import TINY_PYDOC
@@ -111,8 +113,8 @@ def test_what_cannot_be_installed_fails_with_the_last_words(tmp_path):
 
 def test_every_width_of_ours_is_one_that_the_worker_takes():
     variants = [variant for of_width in VARIANTS.values() for variant in of_width]
-    assert variants == list(OURS.formats)
-    assert set(variants) == {"bf16", "int4-stored", "mxfp4-stored", *QUANTIZATIONS}
+    assert [variant for variant in variants if variant != "int4-q4_k_m"] == list(OURS.formats)
+    assert set(OURS.formats) == {"bf16", "int4-stored", "mxfp4-stored", *QUANTIZATIONS}
     assert {width for peer in PEERS.values() for width in peer.formats} == set(variants)
 
 
@@ -270,3 +272,26 @@ def test_plots_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     plot([one_run()], tmp_path)
     assert (tmp_path / "peers-tinyllama-1.1b-bf16.png").stat().st_size > 1000
+
+
+def test_limits_are_those_of_float32_where_nothing_multiplies_bf16(monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("could not create a primitive descriptor")
+
+    monkeypatch.setattr(limits, "pack_weight", refuse)
+    monkeypatch.setattr(limits, "_MATRIX", (64, 32))
+    monkeypatch.setattr(limits, "own_panel", lambda: 0)
+    limits.dtype_of_products.cache_clear()
+    try:
+        assert limits.machine_limits(1).gemm_dtype == "float32"
+    finally:
+        limits.dtype_of_products.cache_clear()
+
+
+def test_held_to_avx2_compilers_build_for_no_more(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
+    environment = held_environment("avx2")
+    again = [Path(environment["PATH"].partition(os.pathsep)[0], "g++"), "-march=native", "-dM", "-E", "-xc++"]
+    said = subprocess.run([*again, os.devnull], env=environment, capture_output=True, text=True, check=True).stdout
+    assert "__AVX2__" in said and "__AVX512F__" not in said and "__AVXVNNI__" not in said
+    assert environment["ONEDNN_MAX_CPU_ISA"] == "AVX2"
