@@ -151,7 +151,8 @@ class EngineBase:
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
-            ``operator_steps``; and the block manager's figures, see ``blocks.inspection.stats``, among them
+            ``operator_steps``; with several ranks ``ranks`` and ``rank_restarts``;
+            and the block manager's figures, see ``blocks.inspection.stats``, among them
             ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total at
             every moment), ``prefix_hit_rate``, ``evictions``; of models with state also ``state_slots_total``,
             ``_used``, ``_cached``, ``_free``.

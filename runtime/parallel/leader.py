@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -16,12 +17,14 @@ from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
 from ..program import CacheSpec, KVCache, Program
 from ..step_metadata import StepMetadata
 from .follow import join, mode_of
-from .group import least_counts
+from .group import GroupFailed, least_counts
 from .interrupts import interrupts_held
 from .messages import Message, Step, copies_message, step_message
 
 if TYPE_CHECKING:
     from .launch import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 class LeaderProgram:
@@ -99,11 +102,19 @@ class LeaderProgram:
         """After ``GroupFailed``: start other ranks, with empty caches of the same sizes. False if there were too many
         starts of late."""
         self._copies = ()
-        if self._ranks.failure is None or not self._ranks.start_again(self._program):
-            return False
-        join(self._program, self._ranks.group)
-        for message, spare in list(self._setup.values()):
-            self._set_up(message, spare)
+        if self._ranks.failure is None:
+            return False  # it is this rank's device that is lost
+        while self._ranks.failure is not None:
+            try:
+                if not self._ranks.start_again(self._program):
+                    return False
+                join(self._program, self._ranks.group)
+                for message, spare in list(self._setup.values()):
+                    self._set_up(message, spare)
+            except GroupFailed as error:
+                logger.warning("while ranks start again: %s", error)
+            except OSError as error:
+                raise GroupFailed(0, f"cannot start the others again: {error}") from error
         return True
 
     def graph_stats(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ COUNTERS = frozenset(
         *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
         *("state_slots_evicted", "model_seconds", "total_seconds"),
         *FIGURES.values(),
-        "steps_ahead",
+        *("steps_ahead", "rank_restarts"),
         *(f"synchronous_steps_{reason}" for reason in REASONS),
     }
 )
