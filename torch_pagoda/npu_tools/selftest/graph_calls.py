@@ -52,7 +52,8 @@ def _module(
     call: OperatorCall, leaves: list[Any], spec: pytree.TreeSpec
 ) -> tuple[fx.GraphModule, list[Any], FakeTensorMode]:
     """A module of the call alone, with the values of its inputs and their mode."""
-    graph, mode, values = fx.Graph(), FakeTensorMode(), []
+    graph, mode = fx.Graph(), FakeTensorMode()
+    values: list[Any] = []
     nodes: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
