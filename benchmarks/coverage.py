@@ -57,7 +57,8 @@ TOLERANCE = 5e-4
 """Largest error of a float32 log-probability that counts as the same result."""
 
 NPU_WINDOW = 4096
-"""Tokens of windows and chunks where graphs are lowered for an NPU: those of real models are too long to be run."""
+"""Tokens of windows, chunks and choices of keys where graphs are lowered for an NPU: those of real models are too
+long to be run."""
 
 PROCESSES = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has the libraries loaded: nothing else is shared between them."""

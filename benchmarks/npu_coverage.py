@@ -34,7 +34,7 @@ class NpuRow:
         lowered: kind → number of canonical operators that became operators of the NPU.
         limited: ``(operator, reason)`` of those that the limits keep in ATen.
         gaps: ``(operator or kind, reason)`` of those that they would allow.
-        illegal: calls that break a limit; there must be none.
+        illegal: calls of the graph, and of the one that decode steps have, that break a limit; there must be none.
         dropped: ``(pass, reason)`` of those that the comparison with the model took out: over its own weights, and in
             float32 over large and small ones (``compiler.verify.graph_check``).
         launches: operators of the last decoder layer that launch work, before (None where the untouched graph cannot
@@ -78,6 +78,7 @@ def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
     from torch_pagoda.compiler.verify.self_check import reference_of_model
     from torch_pagoda.passes import UnsupportedModel
     from torch_pagoda.passes.graph.provenance import decoder_layers, launches_work
+    from torch_pagoda.passes.lower.npu.decode_graph import decode_graph_or_reason
     from torch_pagoda.reports.expected import expected_matches
     from torch_pagoda.reports.recognition import recognition
     from torch_pagoda.runtime.npu_target import NpuTarget
@@ -101,8 +102,12 @@ def npu_row(name: str, model: Any, graph_mode: str = "ge") -> NpuRow:
         return row
     assert report.verdict is not None and lowered.npu is not None
     row.error = report.verdict.error
-    row.dropped = report.dropped_passes
-    row.illegal = illegal_calls(lowered, lowered.npu)
+    row.dropped = list(report.dropped_passes)
+    decode, reason = decode_graph_or_reason(lowered)
+    if reason:
+        row.dropped.append(("decode_graph", reason))
+    graphs = [lowered] if decode is None else [lowered, decode]
+    row.illegal = [call for graph in graphs for call in illegal_calls(graph, lowered.npu)]
     layers = decoder_layers(lowered.graph, tokens=lowered.placeholder(lowered.input_ids))
     row.launches = None, sum(launches_work(n) for n in layers.nodes(len(layers.paths) - 1))
     if untouched is not None:

@@ -172,6 +172,7 @@ def _shortened(paged: TracedGraph, to: int, lower: Lower | None) -> TracedGraph:
         for node in short.graph.nodes:
             if node.target is lightning_indexer and node.args[3] == literal:
                 node.args = (*node.args[:3], to, *node.args[4:])
+                short.propagate(node)  # it has fewer columns, which lowering looks at
     if lower is not None:
         lower(short)
     return short

@@ -13,10 +13,10 @@ import tiny_models
 
 _HIDDEN, _HEAD = 512, 128
 _LENGTHS = frozenset(
-    "local_attention attention_chunk_size n_ctx max_seq_len context_length model_max_length seq_length "
+    "local_attention attention_chunk_size index_topk n_ctx max_seq_len context_length model_max_length seq_length "
     "max_sequence_length max_seq_length".split()
 )
-"""Names of windows and of numbers of positions that say neither."""
+"""Names of windows, chunks, and numbers of chosen keys and of positions, that say neither "window" nor "position"."""
 _LATENT = {
     "kv_lora_rank": 512,
     "q_lora_rank": 1536,
@@ -49,8 +49,8 @@ _LATENT_MODELS = {
 def build_legal_model(
     model_type: str, *, dtype: torch.dtype = torch.float32, window: int = tiny_models.WINDOW, **overrides: Any
 ) -> PreTrainedModel:
-    """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow, and windows and
-    chunks of so many tokens wherever the architecture has any."""
+    """As ``tiny_models.build_tiny_model``, with sizes that the limits of the NPU operators allow, and windows, chunks
+    and choices of keys of so many tokens wherever the architecture has any."""
     default = CONFIG_MAPPING[model_type]()
     overrides = {**_STATE_MODELS.get(model_type, {}), **overrides}
     latent = getattr(default, "kv_lora_rank", None) is not None

@@ -172,7 +172,10 @@ def on_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def run_call(
-    call: OperatorCall, device: torch.device, run: Callable[[Callable[[], Any]], Any]
+    call: OperatorCall,
+    device: torch.device,
+    run: Callable[[Callable[[], Any]], Any],
+    function: Callable[..., Any] | None = None,
 ) -> tuple[Difference, float]:
     """Call an operator on a device and compare.
 
@@ -180,6 +183,7 @@ def run_call(
         call: the call.
         device: where tensors go.
         run: calls a function on the device and returns when it has finished.
+        function: called in place of the operator, with the same arguments.
 
     Returns:
         the differences, and the minimum seconds of a few runs of the call, launch included.
@@ -192,9 +196,10 @@ def run_call(
             return cast_to_nz(copied) if turned else copied
         return device if isinstance(leaf, torch.device) else leaf
 
+    function = function or call.target
     with torch.inference_mode():
         args, kwargs = pytree.tree_map(moved, (call.args, call.kwargs))
-        yielded = run(lambda: call.target(*args, **kwargs))
+        yielded = run(lambda: function(*args, **kwargs))
         results = yielded if isinstance(yielded, tuple | list) else (yielded,)
         difference = Difference()
         for i, expected in call.expected.items():
@@ -206,7 +211,7 @@ def run_call(
         seconds = []
         for _ in range(_REPEATS):
             began = time.perf_counter()
-            run(lambda: call.target(*args, **kwargs))
+            run(lambda: function(*args, **kwargs))
             seconds.append(time.perf_counter() - began)
     return difference, min(seconds)
 

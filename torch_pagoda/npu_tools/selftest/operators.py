@@ -4,8 +4,9 @@ semantics."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from ...passes.lower.npu.decode_graph import decode_graph_or_reason
 from ...runtime.npu_target import GRAPH_MODES, NpuTarget
 from .delta_rule_items import delta_rule_items
 from .device import Device
+from .graph_calls import is_undocumented, through_ge
 from .model import Asked, load, open_device
 from .numbers import plain
 from .operator_check import Collected, Collector, OperatorCall, run_call
@@ -47,8 +49,8 @@ def stage(**asked: Any) -> Items:
 
 
 def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Items:
-    """One item per distinct call by operator, shapes and kind of step, and for attention around each window of the
-    model.
+    """One item per distinct call by operator, shapes and kind of step, for attention around each window of the
+    model, and for GE graphs of calls whose form is not documented.
 
     Args:
         model: the model on the CPU.
@@ -84,6 +86,11 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
             counts=into.counts,
         )
         kept += [_with_nz(call, count, traced) for call, count in new.calls()]
+        if mode == "ge":
+            for signature, count in into.counts.items():
+                if is_undocumented(call := into.first[signature]):
+                    function = through_ge(call, device.soc)
+                    items[_free(f"{call.name}, GE graph", items)] = partial(_compare, call, count, device, function)
         found.first.update(into.first)
         for call, count in window_calls(traced, decode):
             if (alike := (call.name, plain_arguments(call.kwargs))) not in windows:
@@ -93,11 +100,15 @@ def operator_items(model: torch.nn.Module, device: Device, asked: Asked) -> Item
         as_stored = dataclasses.replace(call, turned=())
         variants = [call] if demanded or not call.turned else [as_stored, call]
         for variant in variants:
-            name, number = variant.name, 2
-            while name in items:  # the same shapes, with other strides or numbers
-                name, number = f"{variant.name}, {number}", number + 1
-            items[name] = partial(_compare, variant, count, device)
+            items[_free(variant.name, items)] = partial(_compare, variant, count, device, None)
     return items
+
+
+def _free(name: str, items: Mapping[str, Any]) -> str:
+    """The name, with a number where a call has it already: of the same shapes, with other strides or numbers."""
+    return next(
+        each for each in itertools.chain([name], (f"{name}, {i}" for i in itertools.count(2))) if each not in items
+    )
 
 
 def _refused(reason: str, progress: Progress) -> dict[str, Any]:
@@ -144,9 +155,11 @@ def _with_nz(call: OperatorCall, count: int, traced: TracedGraph) -> tuple[Opera
     return dataclasses.replace(call, turned=turned), count, any(plan.demanded for plan in plans)
 
 
-def _compare(call: OperatorCall, count: int, device: Device, progress: Progress) -> dict[str, Any]:
-    """Run a call and report the differences, as JSON data."""
-    difference, seconds = run_call(call, device.torch_device, device.run)
+def _compare(
+    call: OperatorCall, count: int, device: Device, function: Callable[..., Any] | None, progress: Progress
+) -> dict[str, Any]:
+    """Run a call, or ``function`` in its place, and report the differences, as JSON data."""
+    difference, seconds = run_call(call, device.torch_device, device.run, function)
     return {
         "wrong": difference.reason,
         "operator": call.operator,

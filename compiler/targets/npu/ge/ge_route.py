@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -232,21 +232,47 @@ class GeGraphs(Route):
         edit: Callable[..., None] = write_rows_in_place,
     ) -> Run:
         """A module as torchair runs it; ``fixed`` are positions of values that keep their addresses."""
-        with ctrl_c_kept():
-            import torchair
-
+        assert self.traced.npu is not None
         for i in fixed:  # as torch._dynamo.mark_static_address does
             values[i]._dynamo_static_input_type = "guarded"
-        with ExitStack() as stack:
-            offline = stack.enter_context(_without_device_if_offline(self.traced))
-            stack.enter_context(registered_converters())
-            if offline:
-                register_air_kernels()
-            stack.enter_context(tracing(TracingContext(mode)))
-            stack.enter_context(torch.no_grad())
-            config = ge_config(self._options, run_eagerly=offline, static=static, edit=edit)
-            run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
-        return run
+        soc = self.traced.npu.soc
+        return compile_module(module, values, mode, soc, self._options, static=static, edit=edit)
+
+
+def compile_module(
+    module: fx.GraphModule,
+    values: list[Any],
+    mode: FakeTensorMode,
+    soc: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    static: bool = False,
+    edit: Callable[..., None] = write_rows_in_place,
+) -> Run:
+    """A module as torchair runs it.
+
+    Args:
+        module: its placeholders are the inputs.
+        values: of the placeholders, fake tensors of ``mode``.
+        mode: of these.
+        soc: name of the chip, for a Python with the offline toolchain.
+        options, static, edit: see ``ge_config``.
+    """
+    with ctrl_c_kept():
+        import torchair
+
+    with ExitStack() as stack:
+        offline = is_offline()
+        if offline:
+            stack.enter_context(without_device(soc))
+        stack.enter_context(registered_converters())
+        if offline:
+            register_air_kernels()
+        stack.enter_context(tracing(TracingContext(mode)))
+        stack.enter_context(torch.no_grad())
+        config = ge_config(options, run_eagerly=offline, static=static, edit=edit)
+        run: Run = torchair.get_npu_backend(compiler_config=config)(module, values)
+    return run
 
 
 def ge_config(
@@ -293,14 +319,3 @@ def ge_config(
         config.experimental_config.topology_sorting_strategy = "StableRDFS"
     config.debug.run_eagerly = run_eagerly
     return config
-
-
-@contextmanager
-def _without_device_if_offline(traced: TracedGraph) -> Iterator[bool]:
-    """True if this is a Python with the offline toolchain, in which torchair gets answers for a missing device."""
-    assert traced.npu is not None
-    if not is_offline():
-        yield False
-        return
-    with without_device(traced.npu.soc):
-        yield True

@@ -43,6 +43,13 @@ def test_windows_of_real_models_are_lowered(model_type, window):
     assert window in windows(lowered(model_type, window))
 
 
+def test_choices_of_real_models_are_lowered():
+    """More keys than any sequence of the check has."""
+    graph = lowered("deepseek_v32", 2048)
+    chosen = [n.kwargs["sparse_count"] for n in graph.graph.nodes if "npu_lightning_indexer" in str(n.target)]
+    assert chosen and set(chosen) == {2048}
+
+
 def test_a_window_that_is_lowered_wrongly_refuses_the_model(monkeypatch):
     """One token more in 4096: no sequence of the check is that long."""
 
