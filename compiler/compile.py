@@ -16,7 +16,6 @@ from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase, timed
-from ..runtime.program import Program
 from .calibrate.recorded_grid import on_recorded_grid
 from .link.linker import LinkedProgram
 from .live_module.describer import CannotIdentify
@@ -41,7 +40,7 @@ from .warm_start.record import (
     warm_key,
 )
 from .warm_start.restore import Outdated, StoredProgram, StoredReference, describe, restore, tensors_read
-from .warm_start.shipment import OtherRanks, Shipment
+from .warm_start.shipment import AnyProgram, OtherRanks, Shipment
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def compile_program(
     files: CheckpointFiles | None = None,
     loaded: Container[str] | None = None,
     others: OtherRanks | None = None,
-) -> Program:
+) -> AnyProgram:
     """Compile ``model`` into a paged program, or load the stored one of an earlier process.
 
     Arguments and errors as for ``build.build_program``. Stored are programs for a CPU that run without inductor and
@@ -110,7 +109,7 @@ def compile_program(
     elif store is not None and _is_plain(built.program.report):
         data = _described(built, model, contents)
     finish(built, owns_weights=owns_weights)
-    program: Program = built.program
+    program: AnyProgram = built.program
     if others is not None:
         program = _led(built.program, model, built.reference, owns_weights, others)
     if store is not None and data is not None:
@@ -123,7 +122,7 @@ def compile_program(
 
 def _led(
     own: LinkedProgram, model: nn.Module, reference: Reference | None, owns_weights: bool, others: OtherRanks
-) -> Program:
+) -> AnyProgram:
     """The program of all ranks, compared with the model.
 
     Raises:
@@ -187,7 +186,7 @@ def _record(
 
 def program_of_checkpoint(
     files: CheckpointFiles, options: CompileOptions, others: OtherRanks | None = None
-) -> tuple[Program, Any] | None:
+) -> tuple[AnyProgram, Any] | None:
     """The stored program of a checkpoint, over its tensors, and the model's configs (see ``record.model_of``).
 
     Creates neither the model's class nor its modules. Once the weights are packed, the program is compared with the
@@ -234,7 +233,7 @@ def _of_record(
     files: CheckpointFiles,
     options: CompileOptions,
     others: OtherRanks | None,
-) -> Any:
+) -> AnyProgram | None:
     """The program of a record, its weights packed and compared; None if it is missing or wrong."""
     stored = store.load(record.program, StoredProgram)
     if stored is None or stored.reference is None:
@@ -251,7 +250,7 @@ def _of_record(
         others.load(Shipment(stored, Sources(record.weights, record.tensors, record.stored), options.packs))
     if options.packs or program.has_stored_weights:
         program.pack_weights(release=True)
-    led = program if others is None else others.lead(program)
+    led: AnyProgram = program if others is None else others.lead(program)
     verdict = check(led, reference, weight_bits=program.weight_bits)
     if not verdict.ok:
         log.warning("the stored program %s does not match the model: %s; recompiling", record.program, verdict.reason)
@@ -278,7 +277,7 @@ def _stored(
     release: bool,
     files: CheckpointFiles | None,
     others: OtherRanks | None,
-) -> Any:
+) -> AnyProgram | None:
     """The stored program with this key, compared with the model and its weights packed; None if none matches.
 
     Raises:

@@ -34,7 +34,7 @@ from .shipping import ShippingRanks, other_ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from .compiler.link.linker import LinkedProgram
+    from .compiler.warm_start.shipment import AnyProgram
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class CompiledModel:
         guard: detects other changes of a live module; None for a loaded model.
     """
 
-    program: LinkedProgram
+    program: AnyProgram
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: list[int]
     recommended_params: dict[str, Any]
@@ -102,7 +102,7 @@ def _compiled(
             raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass its folder")
         model = gguf_in(model, loading.gguf_file)
 
-    program, files = None, None
+    program, files, found = None, None, None
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
         with without_autocast(device.type):
@@ -132,9 +132,8 @@ def _compiled(
             program = compile_program(
                 module, compiling, owns_weights=loads, files=files, loaded=known_modules, others=others
             )
+    if found is None and others is None:
         weights = WeightGuard(module, program.copied_weights, program.merged_weights)
-        if others is not None:  # which took their parts; those of this rank are the program's alone
-            weights = WeightGuard(nn.Module())
     else:  # nobody but the program holds the tensors
         weights = WeightGuard(nn.Module())
     guard = None if loads else ModuleGuard(module)

@@ -20,6 +20,7 @@ from .runtime.parallel.messages import Message
 if TYPE_CHECKING:
     from .compiler.link.linker import LinkedProgram
     from .runtime.parallel.group import RankGroup
+    from .runtime.parallel.leader import LeaderProgram
     from .runtime.program import Program
 
 
@@ -52,7 +53,7 @@ class ShippingRanks:
         program = torch.frombuffer(bytearray(to_bytes(shipment)), dtype=torch.uint8)
         self._ranks.load(Message("load", values, {"program": program}))
 
-    def lead(self, program: LinkedProgram) -> Program:
+    def lead(self, program: LinkedProgram) -> LeaderProgram:
         """The program of all ranks; waits for the others."""
         return self._ranks.lead(program)
 
@@ -93,7 +94,7 @@ def load_program(message: Message, group: RankGroup) -> Program:
         ValueError: the checkpoint is not the one that rank 0 reads.
     """
     values = message.values
-    shipment = from_bytes(memoryview(message.tensors["program"].numpy()), Shipment)
+    shipment = from_bytes(memoryview(message.tensors["program"].numpy().data), Shipment)
     if shipment.sources is None:
         module = load_model(values["model"], values["dtype"], values["trust_remote_code"], torch.device("cpu"))
         return program_of_rank(shipment, group.rank, None, module)

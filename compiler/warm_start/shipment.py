@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from ...runtime.program import Program
+from ...runtime.parallel.leader import LeaderProgram
 from ..link.linker import LinkedProgram
 from .record import Sources
 from .restore import StoredProgram
+
+AnyProgram: TypeAlias = LinkedProgram | LeaderProgram
+"""This process's own, or that of several ranks."""
 
 
 @dataclass(frozen=True)
@@ -32,5 +35,5 @@ class OtherRanks(Protocol):
     def load(self, shipment: Shipment) -> None:
         """Let them make their parts; returns at once."""
 
-    def lead(self, program: LinkedProgram) -> Program:
+    def lead(self, program: LinkedProgram) -> LeaderProgram:
         """The program of all ranks, of which ``program`` is this one's part; waits for the others."""
