@@ -119,7 +119,7 @@ class LeaderProgram:
 
     def graph_stats(self) -> dict[str, int]:
         """Those of rank 0, the number of ``ranks``, and how often others were started anew, ``rank_restarts``."""
-        own = getattr(self._program, "graph_stats", dict)()
+        own: dict[str, int] = getattr(self._program, "graph_stats", dict)()
         return {**own, "ranks": self._ranks.size, "rank_restarts": self._ranks.num_restarts}
 
     def close(self) -> None:
