@@ -20,7 +20,8 @@ FLOORS = {
             "llm",
             "reports",
             "npu_tools serving",
-            "compiled_model rendering",
+            "compiled_model rank rendering",
+            "shipping",
             "chat default_params options",
             "load_options",
             "checkpoint",
@@ -40,7 +41,7 @@ FLOORS = {
         ),
         *("live_module", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
-    "passes": ("__init__", "rewrite", "lower proof recognize schedule", "graph"),
+    "passes": ("__init__", "rewrite", "lower proof recognize schedule sharding", "graph"),
     "runtime": (
         *(
             "engine",

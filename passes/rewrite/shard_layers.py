@@ -3,12 +3,14 @@
 Matches:
     y = linear(f(linear(x, W1), linear(x, W2), ...), W)    # f: attention, a recurrence or an activation
     y = moe(x, weights, ids, up, down)
-Becomes, on every rank:
+Becomes:                                                  # on every rank
     y = all_reduce(linear(f(linear(x, W1[part]), ...), W[:, part]))
     y = all_gather(linear(all_gather(f(...)), W[part]))    # W has inputs that cannot be parted, as with act-order
     y = all_reduce(moe(x, weights, local_experts(ids), up[part], down[part]))
 Why:
     a model that is too large for one device fits on several, and each reads its part of the weights only.
+
+Level 0: what is cut at all is asked for.
 
 The pass walks from each closing linear back to the linears that make what it reads (``sharding.walk``). An operator
 between needs a rule; without one the layer stays whole on every rank, with the reason. Sizes that do not divide are

@@ -3,13 +3,13 @@
 Matches:
     y = embedding(W, ids)
     logits = linear(x, W)                                # on the whole hidden state
-Becomes, on every rank:
+Becomes:                                                  # on every rank
     y = all_reduce(embedding_of_rank(W[part], ids, first))
     logits = all_gather(linear(x, W[part]))
 Why:
     in a large model these are as much as several layers, which every rank would hold and read whole.
 
-Adding zeros is exact. Tied weights have one part.
+Level 0: what is cut at all is asked for. Adding zeros is exact. Tied weights have one part.
 """
 
 from __future__ import annotations

@@ -17,10 +17,24 @@ from torch_pagoda.passes import PASSES
 from toy_lm import ToyLM, sdpa
 
 
+SHARDING = ("shard_layers", "shard_vocabulary")
+
+
+def test_several_ranks_ask_for_what_cuts_layers():
+    options = CompileOptions(tensor_parallel_size=2)
+    assert [p.name for p in PASSES if options.selects(p) and p.option == "tensor_parallel_size"] == list(SHARDING)
+
+
+@pytest.mark.parametrize("ranks", [0, 129, True, 2.0])
+def test_numbers_of_ranks_are_checked(ranks):
+    with pytest.raises(ValueError, match=f"tensor_parallel_size={ranks} is not a number from 1 to 128; give one"):
+        CompileOptions(tensor_parallel_size=ranks)
+
+
 def test_defaults_select_every_pass():
     options = CompileOptions.from_dict(None)
     left_out = [p.name for p in PASSES if not options.selects(p) and p.target != "npu"]
-    assert left_out == ["quantize_linears", "make_batch_invariant", "pack_linears"]
+    assert left_out == [*SHARDING, "quantize_linears", "make_batch_invariant", "pack_linears"]
     assert (options.verify, options.codegen) == ("model", "auto")
 
 
@@ -36,7 +50,7 @@ def test_skip_and_only():
     given = {"passes": {"skip": ["gather_logits"]}, "pack_weights": True, "quantization": "int8"}
     skipping = CompileOptions.from_dict(given)
     left_out = [p.name for p in PASSES if not skipping.selects(p) and p.target != "npu"]
-    assert left_out == ["gather_logits", "make_batch_invariant"]
+    assert left_out == ["gather_logits", *SHARDING, "make_batch_invariant"]
 
 
 @pytest.mark.parametrize("target", ["cpu", "npu"])
