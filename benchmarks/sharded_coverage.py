@@ -15,7 +15,8 @@ from typing import Any
 TARGET = 150
 """Architectures of which every layer has to be cut."""
 WHOLE = 0.1
-"""Share of the layers' weights that may stay whole where every layer counts as cut: routers, latents, indexers."""
+"""Share of the layers' weights that may stay whole with a reason where every layer counts as cut. What nobody cuts,
+as routers, latents and indexers, may be more of a tiny model."""
 
 
 @dataclasses.dataclass
@@ -51,7 +52,8 @@ class ShardedRow:
     @property
     def cut(self) -> bool:
         """Every layer is cut."""
-        return not self.refused and self.caches[0] == self.caches[1] and self.whole <= WHOLE
+        throughout = self.caches[0] == self.caches[1] and (self.whole <= WHOLE or not self.reasons)
+        return not self.refused and throughout
 
 
 def sharded_row(name: str, model: Any, ranks: int) -> ShardedRow:

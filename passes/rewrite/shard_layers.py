@@ -127,7 +127,7 @@ def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk
             else:
                 found = indices
             if Cut(0, found) == Cut(0, indices):
-                if walk.works:
+                if walk.holds or (walk.works and walk.opened):
                     raise
                 return None
             indices = found

@@ -15,7 +15,7 @@ def _paged_attention(walk: Walk, node: fx.Node, cut: Cut) -> None:
         raise Refused("attention is cut along something other than heads")
     call: PagedAttentionArguments[fx.Node] = PagedAttentionArguments(*node.args)  # type: ignore[arg-type]
     heads = groups_read(cut.indices, int(shape(call.query)[1]), int(shape(call.key)[1]))
-    walk.works = True
+    walk.works = walk.holds = True
     walk.demand(call.query, node, 1, cut.indices)
     for given in (call.key, call.value):
         walk.demand(given, node, 1, heads)

@@ -15,7 +15,7 @@ def _convolution(walk: Walk, node: fx.Node, cut: Cut) -> None:
     source, weight, bias, _, state = node.args[:5]
     if cut.dim != 2:
         raise Refused("a convolution is cut along its tokens")
-    walk.works = True
+    walk.works = walk.holds = True
     walk.demand(source, node, 2, cut.indices)
     walk.demand(weight, node, 0, cut.indices)
     walk.demand(bias, node, 0, cut.indices)
@@ -26,7 +26,7 @@ def _recurrence(walk: Walk, node: fx.Node, cut: Cut) -> None:
     query, key, values, decay, beta = node.args[:5]
     if cut.dim != 2:
         raise Refused("a recurrence is cut along something other than heads")
-    walk.works = True
+    walk.works = walk.holds = True
     heads = groups_read(cut.indices, int(shape(values)[2]), int(shape(key)[2]))
     for given in (query, key):
         walk.demand(given, node, 2, heads)
@@ -40,7 +40,7 @@ def _scan(walk: Walk, node: fx.Node, cut: Cut) -> None:
     if cut.dim != 2:
         raise Refused("a scan is cut along its tokens")
     source, step, matrix = node.args[:3]
-    walk.works = True
+    walk.works = walk.holds = True
     walk.demand(source, node, 2, cut.indices)
     walk.demand(step, node, 2, cut.indices)
     walk.demand(matrix, node, 0, cut.indices)

@@ -39,6 +39,7 @@ class Walk:
         specs: cache → what a rank stores of it.
         sums: norms over features that the ranks share, and who holds which.
         opened: a linear's outputs are cut.
+        holds: attention or a state is inside.
         works: something other than views is computed between.
     """
 
@@ -57,7 +58,7 @@ class Walk:
         self.closers: list[fx.Node] = []
         self.specs: dict[int, CacheSpec | StateSpec] = {}
         self.sums: list[tuple[fx.Node, Cut]] = []
-        self.opened = self.works = False
+        self.opened = self.works = self.holds = False
         self._rules, self._items = rules, items
         self._order = {node: i for i, node in enumerate(traced.graph.nodes)}
         self._wanted: dict[fx.Node, list[tuple[fx.Node, Cut]]] = {}

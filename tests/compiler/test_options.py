@@ -16,7 +16,6 @@ from torch_pagoda.passes import PASSES
 
 from toy_lm import ToyLM, sdpa
 
-
 SHARDING = ("shard_layers", "shard_vocabulary")
 
 

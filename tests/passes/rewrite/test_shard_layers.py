@@ -101,7 +101,6 @@ def test_parts_are_views_of_the_parameters_where_a_rank_holds_one_run(captured: 
     "kind", ["gpt2", "falcon", "deepseek_v3", "qwen3_5_text", "mamba2", "mixtral", "gemma3_text"]
 )
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.grid
 def test_more_architectures_are_exact(kind: str, ranks: int, captured: Callable[..., Made]) -> None:
     _, report = cut(captured(kind), ranks)
     assert report.verdict is not None
