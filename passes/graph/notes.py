@@ -97,6 +97,10 @@ class Part:
     whole: torch.Tensor
     cut: Cut
 
+    def turned(self) -> Part:
+        """The part of a matrix, transposed."""
+        return Part(self.whole.detach().transpose(0, 1), Cut(1 - self.cut.dim, self.cut.indices))
+
 
 @dataclass
 class GraphNotes:

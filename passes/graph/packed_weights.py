@@ -93,8 +93,11 @@ class PackedWeights:
         name = f"packed_{_parameter(weight).name}"
         while name in self.traced.constants:
             name += "_"
-        tensor = self.traced.constants[_parameter(weight).name].detach()
-        return self.traced.add_constant(name, tensor if weight.op == "placeholder" else tensor.transpose(0, 1))
+        source, is_turned = _parameter(weight).name, weight.op != "placeholder"
+        tensor = self.traced.constants[source].detach()
+        if (part := self.traced.notes.parts.get(source)) is not None:
+            self.traced.notes.parts[name] = part.turned() if is_turned else part
+        return self.traced.add_constant(name, tensor.transpose(0, 1) if is_turned else tensor)
 
 
 def _parameter(weight: fx.Node) -> fx.Node:

@@ -57,6 +57,8 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
         sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
             return "its layer represents others"
+        if not traced.notes.parts.keys().isdisjoint(sources):
+            return "every rank has its own"
         try:
             with torch.no_grad():
                 folded = evaluation(node)

@@ -14,6 +14,7 @@ from torch_pagoda import SamplingParams
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.load_options import LoadOptions
+from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.runtime.parallel import launch
 from torch_pagoda.shipping import load_program, other_ranks
 
@@ -86,6 +87,25 @@ def check(kind: str, ranks: int, folder: Path, **options: Any) -> dict[str, Any]
 
 def test_two_ranks_serve_the_tokens_of_transformers(saved: Callable[[str], Path]) -> None:
     check("llama", 2, saved("llama"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides"),
+    [
+        ("gpt2", {}),
+        ("llama", {"tie_word_embeddings": True, "num_hidden_layers": 12}),
+        ("mamba2", {"num_hidden_layers": 12}),
+    ],
+)
+def test_ranks_that_pack_their_parts_are_compared_with_the_model(
+    kind: str, overrides: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shard_vocabulary, "LEAST_PARAMETERS", 2**13)
+    build_tiny_model(kind, **overrides).save_pretrained(tmp_path)
+    with pagoda.LLM(tmp_path, tensor_parallel_size=2, dtype="bfloat16", **SIZES) as llm:
+        assert llm.compile_report.verdict is not None
+        assert llm.compile_report.verdict.ok
+        assert len(tokens(llm.generate(prompts(), GREEDY))[1][0]) == GREEDY.max_tokens
 
 
 def test_ranks_start_again_with_the_stored_program(

@@ -1,0 +1,124 @@
+"""How much memory each rank takes to load a checkpoint, beside its share of the weights.
+
+    python benchmarks/load_shards.py                         # 12 layers of 2048 features in bfloat16, 2 ranks
+    python benchmarks/load_shards.py --ranks 4 --out results
+
+A checkpoint of random weights in several files is loaded twice: a first start compiles it, a second one takes the
+stored program. Memory is the most that a rank took while it loaded and that no file backs (``RssAnon``): its packed
+parts. Pages of the files are shared by all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import conditions, markdown_table, save
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+GIB = 2**30
+
+
+class Watched:
+    """The most memory of a process that no file backs, in bytes, sampled until it is closed.
+
+    Args:
+        pid: of the process.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self.most = 0
+        self._pid, self._ended = pid, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def close(self) -> int:
+        """Stop; returns the most."""
+        self._ended.set()
+        self._thread.join()
+        return self.most
+
+    def _sample(self) -> None:
+        while not self._ended.wait(0.005):
+            self.most = max(self.most, anonymous(self._pid))
+
+
+def anonymous(pid: int) -> int:
+    """Memory of a process that no file backs, in bytes; 0 once it has ended."""
+    try:
+        found = re.search(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) << 10 if found else 0
+
+
+def measure(folder: str, ranks: int) -> dict[str, Any]:
+    """Load a checkpoint by several ranks; memory of the ranks besides this one, and seconds."""
+    from torch_pagoda import LLM
+    from torch_pagoda.runtime.parallel import launch
+
+    watched: list[Watched] = []
+    before: list[int] = []
+    load = launch.Ranks.load
+
+    def watching(self: launch.Ranks, message: launch.Message) -> None:
+        before.extend(map(anonymous, self.pids))
+        watched.extend(map(Watched, self.pids))
+        load(self, message)
+
+    launch.Ranks.load = watching  # type: ignore[method-assign]
+    start = time.perf_counter()
+    try:
+        with LLM(folder, tensor_parallel_size=ranks, max_model_len=256, num_blocks=16) as llm:
+            seconds = time.perf_counter() - start
+            most = [each.close() - own for each, own in zip(watched, before, strict=True)]
+            stored = llm.compile_report.stored
+    finally:
+        launch.Ranks.load = load  # type: ignore[method-assign]
+    return {"stored": stored, "seconds": seconds, "most": most}
+
+
+def main() -> None:
+    """Measure a first and a second start."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON and Markdown here")
+    args = parser.parse_args()
+    config = Qwen3Config(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=args.layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.generation_config.eos_token_id = None
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        largest = max(parameter.nbytes for parameter in model.parameters())
+        model.save_pretrained(folder, max_shard_size="500MB")
+        del model
+        found = [measure(folder, args.ranks) for _ in range(2)]
+    share = size / args.ranks
+    rows = [
+        [
+            "second" if start["stored"] else "first",
+            start["seconds"],
+            size / GIB,
+            share / GIB,
+            max(start["most"]) / GIB,
+            (share + 2 * largest) / GIB + 1,
+        ]
+        for start in found
+    ]
+    table = markdown_table(["start", "s", "weights, GiB", "share", "most of a rank", "allowed"], rows)
+    print(table)
+    save(args.out, "load_shards", {"conditions": conditions(1), "starts": found, "bytes": size}, table)
+
+
+if __name__ == "__main__":
+    main()
