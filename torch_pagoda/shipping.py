@@ -16,6 +16,7 @@ from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions
 from .runtime.parallel.launch import Ranks
 from .runtime.parallel.messages import Message
+from .runtime.processors import bind, shares, threads_per_rank
 
 if TYPE_CHECKING:
     from .compiler.link.linker import LinkedProgram
@@ -37,8 +38,7 @@ class ShippingRanks:
 
     def __init__(self, model: str | os.PathLike[str], loading: LoadOptions, size: int) -> None:
         self._model, self._loading = os.fspath(model), loading
-        if "OMP_NUM_THREADS" not in os.environ:  # which is meant for each process
-            torch.set_num_threads(max(1, torch.get_num_threads() // size))
+        torch.set_num_threads(threads_per_rank(size))
         self._ranks = Ranks(size)
 
     def load(self, shipment: Shipment) -> None:
@@ -49,6 +49,7 @@ class ShippingRanks:
             "dtype": str(self._loading.dtype),
             "trust_remote_code": self._loading.trust_remote_code,
             "files": [] if files is None else _states(files),
+            "processors": [sorted(share) for share in shares(self._ranks.size)],
         }
         program = torch.frombuffer(bytearray(to_bytes(shipment)), dtype=torch.uint8)
         self._ranks.load(Message("load", values, {"program": program}))
@@ -94,6 +95,8 @@ def load_program(message: Message, group: RankGroup) -> Program:
         ValueError: the checkpoint is not the one that rank 0 reads.
     """
     values = message.values
+    # Rank 0 is the user's process, which stays where it may run.
+    bind(set(values["processors"][group.rank]))
     shipment = from_bytes(memoryview(message.tensors["program"].numpy().data), Shipment)
     if shipment.sources is None:
         module = load_model(values["model"], values["dtype"], values["trust_remote_code"], torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,10 @@ def test_modes(options: dict[str, Any], saved: Callable[[str], Path]) -> None:
     check("qwen3_moe", 2, saved("qwen3_moe"), **options)
 
 
+class LonelyGroup:
+    rank = 0
+
+
 # What is refused before anything is loaded
 
 
@@ -176,6 +181,7 @@ def test_files_that_have_changed_are_refused(saved: Callable[[str], Path]) -> No
     program: Any = ()
     shipment = torch.frombuffer(bytearray(to_bytes(Shipment(program, Sources({}, {}, {}), True))), dtype=torch.uint8)
     values = {"model": str(saved("llama")), "dtype": "auto", "trust_remote_code": False, "files": [[0, 0, 0, 0]]}
-    group: Any = None
+    values["processors"] = [sorted(os.sched_getaffinity(0))]
+    group = LonelyGroup()
     with pytest.raises(ValueError, match="have changed since rank 0 read them; start again"):
-        load_program(launch.Message("load", values, {"program": shipment}), group)
+        load_program(launch.Message("load", values, {"program": shipment}), group)  # type: ignore[arg-type]
