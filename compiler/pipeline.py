@@ -348,7 +348,8 @@ def _of_ranks(
     references: References,
     report: CompileReport,
 ) -> Rewritten:
-    """The graph of the first of several ranks, all of which together were compared with the model.
+    """The graph of the first of several ranks, all of which together were compared with the model, if there is a
+    reference.
 
     Raises:
         UnsupportedModel: together they do not compute what the model does.
@@ -356,11 +357,10 @@ def _of_ranks(
     dropped = {name for name, _ in report.dropped_passes}
     rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
     graphs, records = [], []
-    for rank in range(options.tensor_parallel_size):
-        traced = unsharded.copy()
-        traced.ranks, traced.rank = options.tensor_parallel_size, rank
-        records.append(run_passes(traced, [*stages.sharding, *rest]))
+    for rank in range(options.tensor_parallel_size if references.thorough is not None else 1):
+        traced, applied = of_one_rank(unsharded, options, rank, rest)
         graphs.append(traced)
+        records.append(applied)
     again = {entry.name for entry in rest}
     report.passes = [record for record in report.passes if record.name not in again] + records[0]
     if references.thorough is not None:
@@ -373,7 +373,23 @@ def _of_ranks(
     traced = graphs[0]
     if captured.repeat is not None:
         traced = _with_all_layers(captured.repeat, traced, stages)
-    return Rewritten(traced, graphs[0], unsharded)
+    return Rewritten(traced, graphs[0], unsharded, unsharded)
+
+
+def of_one_rank(
+    unsharded: TracedGraph, options: CompileOptions, rank: int = 0, rest: Sequence[Pass] = ()
+) -> tuple[TracedGraph, list[PassRecord]]:
+    """One rank's graph, and what the passes did that cut it.
+
+    Args:
+        unsharded: that of the whole model.
+        options: say how many ranks there are.
+        rank: number of this one.
+        rest: passes that follow.
+    """
+    traced = unsharded.copy()
+    traced.ranks, traced.rank = options.tensor_parallel_size, rank
+    return traced, run_passes(traced, [*_stages(options).sharding, *rest])
 
 
 @phase("verify")

@@ -16,6 +16,7 @@ from .lower.npu.activations import lower_npu_activations
 from .lower.npu.attention.attention import lower_npu_attention
 from .lower.npu.attention.indexers import lower_npu_indexers
 from .lower.npu.attention.paged_attention import lower_npu_paged_attention
+from .lower.npu.collectives import lower_npu_collectives
 from .lower.npu.experts.fuse_experts import fuse_npu_experts
 from .lower.npu.experts.moe import lower_npu_moe
 from .lower.npu.experts.quantized_experts import quantize_npu_experts
@@ -172,6 +173,7 @@ PASSES: tuple[Pass, ...] = (
     # First: what lowers rotations and attention looks for transposes right in front of them.
     Pass("sink_transposes", sink_transposes, "aten", required=False, target="npu"),
     Pass("lower_npu_moe", lower_npu_moe, "aten", target="npu"),
+    Pass("lower_npu_collectives", lower_npu_collectives, "aten", target="npu"),
     Pass("lower_npu_norms", lower_npu_norms, "aten", target="npu"),
     # Reads gate and up as halves of one product, which the splits below would hide.
     Pass("lower_npu_activations", lower_npu_activations, "aten", target="npu"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +12,14 @@ import torch
 from torch import nn
 
 from ...passes import TracedGraph
-from ...passes.graph.fx_nodes import cache_index
-from ...passes.graph.provenance import decoder_layers
 from ...runtime.program import CacheSpec, StateSpec
 from ..capture.trace import capture
 from ..options import CompileOptions
-from ..pipeline import run_pipeline
+from ..pipeline import References, of_one_rank, rewrite
 from ..report import CompileReport
+from .layer_caches import all_caches
 from .live_memory import peak_live_bytes
+from .rank_shares import rank_shares
 from .skeleton import build_skeleton
 from .traffic import Step
 
@@ -34,9 +33,9 @@ class Requirements:
     Attributes:
         model: class of the model.
         parameters: how many numbers its weights are; tied ones count once.
-        weight_bytes: of parameters and buffers.
+        weight_bytes: of parameters and buffers, on each rank where there are several.
         weight_dtype: of most of them, ``float16``.
-        caches: what each cached layer of the whole model stores.
+        caches: what each cached layer of the whole model stores, likewise.
         max_model_len: positions that it supports, or None when it does not say.
         graph: the rewritten graph of a few layers, for ``activation_bytes``.
     """
@@ -84,8 +83,14 @@ def requirements(
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     skeleton = build_skeleton(kind, config, dtype)
     options = replace(options, verify="off", codegen="none").for_device("cpu")
-    traced = run_pipeline(capture(skeleton.model), options, None, CompileReport(type(skeleton.model).__name__))
+    report = CompileReport(type(skeleton.model).__name__)
+    found = rewrite(capture(skeleton.model), options, References(None), report)
+    traced = found.traced
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
+    if found.unsharded is not None:
+        sharded, records = of_one_rank(found.unsharded, options)
+        shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives)
+        weight_bytes += shares.rank_weight_bytes - shares.weight_bytes
     return Requirements(
         model=type(skeleton.model).__name__,
         parameters=parameters,
@@ -118,31 +123,3 @@ def _weights(model: nn.Module) -> tuple[int, int, torch.dtype]:
         by_dtype[p.dtype] += p.numel()
     size = sum(t.numel() * t.element_size() for t in (*parameters, *buffers))
     return by_dtype.total(), size, by_dtype.most_common(1)[0][0]
-
-
-def all_caches(traced: TracedGraph, representatives: Sequence[int]) -> tuple[CacheSpec | StateSpec, ...]:
-    """The caches of all layers, from those of the layers that stand for them.
-
-    A cache that several layers read belongs to the first of them.
-    """
-    layers = decoder_layers(traced.graph)
-    first_reader: dict[int, int] = {}
-    for node in traced.graph.nodes:
-        for read in node.all_input_nodes:
-            if (cache := cache_index(read)) is not None:
-                first_reader.setdefault(cache, layers.of.get(node, -1))
-    if len(layers.paths) != max(representatives, default=-1) + 1:
-        return tuple(traced.caches)  # layers in two lists: nothing was left out
-    of_layer: dict[int, list[CacheSpec | StateSpec]] = {}
-    for cache, spec in enumerate(traced.caches):
-        of_layer.setdefault(first_reader.get(cache, -1), []).append(spec)
-    outside = of_layer.get(-1, [])
-    specs = (*outside, *(spec for like in representatives for spec in of_layer.get(like, ())))
-    if not any(spec.group for spec in specs):
-        return specs
-    # Numbered as they come in the whole model.
-    windows = list(dict.fromkeys(spec.sliding_window for spec in specs if isinstance(spec, CacheSpec)))
-    return tuple(
-        replace(spec, group=windows.index(spec.sliding_window) if isinstance(spec, CacheSpec) else len(windows))
-        for spec in specs
-    )

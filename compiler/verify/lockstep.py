@@ -12,7 +12,7 @@ from torch import fx
 from ...passes import TracedGraph
 from .float32_run import Float32Graph, NodeByNode
 
-_pagoda = torch.ops.pagoda
+_pagoda, _functional = torch.ops.pagoda, torch.ops._c10d_functional
 
 
 class Lockstep(NodeByNode):
@@ -77,5 +77,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 _JOINT: dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     _pagoda.all_reduce.default: _sum,
+    _functional.all_reduce.default: _sum,
+    _functional.all_gather_into_tensor.default: lambda parts: torch.cat(list(parts)),
     _pagoda.all_gather.default: lambda parts: torch.cat(list(parts), -1),
 }

@@ -21,7 +21,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<functio
 _ENTRY = re.compile(r"(?P<list>.*)\.(?P<index>\d+)")
 _ATTENTION = re.compile("attention|softmax")
 # Views by meaning that the schema does not declare as such.
-_VIEWS = frozenset({"_unsafe_view", "lift_fresh", "getitem"})
+_VIEWS = frozenset({"_unsafe_view", "lift_fresh", "getitem", "wait_tensor"})
 # Filled once with numbers that do not depend on any input.
 _CONSTANTS = frozenset(
     {"scalar_tensor", "lift_fresh_copy", "full", "zeros", "ones", "empty", "arange", "_tensor_constant"}

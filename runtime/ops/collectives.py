@@ -100,6 +100,11 @@ def all_gather_reference(x: torch.Tensor, size: int, group: str) -> torch.Tensor
     return found.all_gather(x)
 
 
+def beside_each_other(blocks: torch.Tensor, size: int) -> torch.Tensor:
+    """What ``all_gather`` yields of the ranks' tensors one behind the other along the first dim."""
+    return torch.cat(blocks.chunk(size), -1)
+
+
 def _gathered(x: torch.Tensor, size: int, group: str) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] * size))
 

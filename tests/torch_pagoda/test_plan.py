@@ -52,6 +52,21 @@ def look_at_each_model_once(monkeypatch: pytest.MonkeyPatch, known: dict[str, Re
     monkeypatch.setattr(requirements_module, "requirements", once)
 
 
+def test_the_memory_of_each_rank(run: Run, config_only: Path) -> None:
+    plans = []
+    for ranks in ("1", "2"):
+        status, out, err = run("plan", config_only, "--memory", "8MiB", "-tp", ranks, "--json", *LIMITS)
+        assert status == 0, err
+        plans.append(json.loads(out))
+    whole, part = plans
+    assert (whole["tensor_parallel_size"], part["tensor_parallel_size"]) == (1, 2)
+    assert part["token_bytes"] * 2 == whole["token_bytes"]
+    assert whole["weight_bytes"] / 2 < part["weight_bytes"] < whole["weight_bytes"]
+    assert part["num_blocks"] > whole["num_blocks"] and part["parameters"] == whole["parameters"]
+    _, out, _ = run("plan", config_only, "--memory", "8MiB", "-tp", "2", *LIMITS)
+    assert "on each of 2 ranks" in out
+
+
 def test_tables_for_a_configuration_without_weights(run: Run, config_only: Path) -> None:
     assert [file.name for file in config_only.iterdir()] == ["config.json"]
     status, out, err = run("plan", config_only, "--memory", "8MiB", "--mean-length", "40", *LIMITS)

@@ -34,7 +34,8 @@ def plan(
         typer.Argument(help="Checkpoint folder, hub id, or a folder with a config.json alone.", metavar="MODEL"),
     ],
     memory: Annotated[
-        str | None, typer.Option(help="Memory to plan for, e.g. 64GiB; by default what is free here.")
+        str | None,
+        typer.Option(help="Memory to plan for, e.g. 64GiB; by default what is free here. That of each rank."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     kv_cache_dtype: Annotated[str, typer.Option(help="auto (the model's) or int8.")] = "auto",
@@ -54,6 +55,12 @@ def plan(
         float, typer.Option(help="Their spread: standard deviation of the logarithm (log-normal).")
     ] = 0.8,
     target: Annotated[str, typer.Option(help="auto, cpu or npu.")] = "auto",
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", help="Ranks that hold each layer together: plan the memory of each."
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -85,14 +92,17 @@ def plan(
             max_model_len=max_model_len,
         )
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
-        total = available_memory() if memory is None else parse_memory(memory, "memory")
-        options = CompileOptions(target=target, kv_cache_dtype=kv_cache_dtype).for_device(resolve_device("auto").type)
+        options = CompileOptions(
+            target=target, kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=tensor_parallel_size
+        ).for_device(resolve_device("auto").type)
+        ranks = options.tensor_parallel_size
+        total = available_memory() // ranks if memory is None else parse_memory(memory, "memory")
         kind, config, name = _kind_and_config(model)
         wanted = resolve_dtype(dtype)
         formats = _formats(name, config, wanted, options.target)
         needs = requirements(kind, without_quantization(config), wanted, options)
         if formats is not None:
-            needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats))
+            needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats) // ranks)
         longest = needs.max_model_len
         if max_model_len is not None and longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len={max_model_len} exceeds the model's {longest}; lower it")
@@ -114,11 +124,11 @@ def plan(
             by_window=options.target == "cpu",
         )
     if as_json:
-        said = _as_dict(found, needs, sizes, kv_cache_dtype)
+        said = {**_as_dict(found, needs, sizes, kv_cache_dtype), "tensor_parallel_size": ranks}
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
-        _print(found, needs, sizes, kv_cache_dtype)
+        _print(found, needs, sizes, kv_cache_dtype, ranks)
         if formats is not None:
             console = Console()
             console.print()
@@ -186,9 +196,12 @@ def _as_dict(
     }
 
 
-def _print(found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str) -> None:
+def _print(
+    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, ranks: int
+) -> None:
     console = Console()
     stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
+    stored += f", on each of {ranks} ranks" if ranks > 1 else ""
     console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
     for table in (memory_table(found), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
         console.print()

@@ -16,11 +16,12 @@ from ..compiler.calibrate.recorded_grid import on_recorded_grid
 from ..compiler.capture.aten import to_aten
 from ..compiler.capture.model_facts import takes_positions
 from ..compiler.capture.trace import Captured, capture
-from ..compiler.costs.requirements import all_caches
+from ..compiler.costs.layer_caches import all_caches
+from ..compiler.costs.rank_shares import rank_shares
 from ..compiler.costs.skeleton import Skeleton, identity
 from ..compiler.costs.traffic import Traffic, traffic
 from ..compiler.options import CompileOptions, selected_passes
-from ..compiler.pipeline import run_pipeline
+from ..compiler.pipeline import References, Rewritten, of_one_rank, rewrite
 from ..compiler.report import CompileReport, first_line
 from ..compiler.targets.npu.ge.static_graph import why_not_static
 from ..compiler.targets.npu.socs import chip
@@ -129,14 +130,19 @@ def explain(
     start = time.perf_counter()
     before = _untouched(captured)
     report.seconds["untouched"] = time.perf_counter() - start
-    after: TracedGraph | None = None
+    found: Rewritten | None = None
     if captured is not None and not refused:
         try:
             with timed(report.seconds):
-                after = run_pipeline(captured, parsed, reference, report)
+                found = rewrite(captured, parsed, References(reference), report)
         except UnsupportedModel as error:
             refused = str(error)
+    after = None if found is None else found.traced
     explanation = _explained(before, after, report, parsed, drop_in, refused, skeleton)
+    if found is not None and found.unsharded is not None:
+        sharded, records = of_one_rank(found.unsharded, parsed)
+        representatives = _representatives(skeleton, _layers(sharded, None))
+        explanation.shares = rank_shares(found.unsharded, sharded, records, representatives)
     if after is not None and after.npu is not None:
         layers = _layers(after, _layers(before, None) if before is not None else None)
         representatives = _representatives(skeleton, layers)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..compiler.costs.rank_shares import RankShares
 from ..compiler.costs.traffic import Traffic
 from ..compiler.report import Verdict
 from ..passes.graph.record import titled
@@ -129,6 +130,7 @@ class Findings:
         npu: findings for an NPU; None for another target or an unsupported model.
         built_layers: number of decoder layers that were built to represent all (see ``Skeleton``); None for a whole
             model.
+        shares: the part of each of several ranks; None for one, or for an unsupported model.
     """
 
     model: str
@@ -146,6 +148,7 @@ class Findings:
     drawings: list[tuple[LayerGraph, LayerGraph]] = field(default_factory=list)
     npu: NpuReport | None = None
     built_layers: int | None = None
+    shares: RankShares | None = None
 
     @property
     def launches_before(self) -> int:
@@ -174,6 +177,7 @@ class Findings:
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "refused": self.refused,
             "built_layers": self.built_layers,
+            "ranks": None if self.shares is None else self.shares.to_dict(),
             "npu": None if self.npu is None else self.npu.to_dict(),
             "seconds": {phase: round(seconds, 4) for phase, seconds in self.seconds.items()},
         }

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from ..rendering.section import Cell, Section, Styled
 from .findings import Findings, groups_of_layers
 from .npu_sections import npu_sections
+from .rank_sections import rank_sections
 from .regions import Leftover
 from .wording import alike, counted, milliseconds, operator_list, size, times
 
@@ -35,13 +36,14 @@ def heading(found: Findings) -> list[tuple[str, Styled]]:
 def _memory_line(found: Findings) -> str:
     graph = found.target_graph
     state = f", {size(graph.state_bytes)} of state per sequence" if graph.state_bytes else ""
-    return f"{size(graph.token_bytes)} of keys and values per token{state}"
+    each = f", on each of {found.shares.ranks} ranks" if found.shares is not None else ""
+    return f"{size(graph.token_bytes)} of keys and values per token{state}{each}"
 
 
 def sections(found: Findings) -> list[Section]:
     """All tables, in reading order."""
     parts = [_passes(found), _recognized(found), _layers(found), _near_misses(found), _leftovers(found)]
-    return [*(section for section in parts if section.rows), *npu_sections(found)]
+    return [*rank_sections(found.shares), *(section for section in parts if section.rows), *npu_sections(found)]
 
 
 def _passes(found: Findings) -> Section:

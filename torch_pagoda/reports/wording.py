@@ -69,8 +69,8 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Bytes in KiB, MiB, ...: three digits."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1000 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if count < 1000 or unit == "TiB":
             return f"{count:.3g} {unit}"
         count /= 1024
     raise AssertionError

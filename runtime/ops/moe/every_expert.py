@@ -26,7 +26,7 @@ def every_expert(*arguments: Any) -> torch.Tensor:
     experts = call.up.shape[0]
     up, down = (w if call.transposed else w.transpose(1, 2) for w in (call.up, call.down))
     # [N, E]: the weight of each expert for each token, and whether it was chosen.
-    chosen = aten.one_hot(call.topk_ids.long(), experts)
+    chosen = (call.topk_ids[..., None] == aten.arange(experts, device=call.topk_ids.device)).long()
     weights = (chosen.to(call.topk_weights.dtype) * call.topk_weights[..., None]).sum(1)
     rows = call.input.expand(experts, -1, -1)
     if call.weight_input:

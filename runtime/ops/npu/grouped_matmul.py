@@ -49,13 +49,15 @@ def npu_grouped_matmul(
         antiquant_scale: for fp16 or bf16 inputs (fp32 to compare) and matrices of 8 or 4 bits, one of the dtype of
             ``x``: ``[E, N]``, or ``[E, groups, N]`` of 4 bits, with groups that divide K.
         antiquant_offset: likewise, of the same shape: ``(w + offset) · scale`` is the matrix. Must be given.
-        group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.
+        group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The rows
+            behind the last group are not computed.
         split_item: 2 or 3 (one result).
         group_type: 0 (groups of rows).
         output_dtype: 5 fp16, 15 bf16, 6 fp32; None: the dtype of ``x``.
 
     Returns:
-        One tensor ``[M, N]``, accumulated in fp32.
+        One tensor ``[M, N]``, accumulated in fp32; rows of no group are NaN here, and on a device what its memory
+        held (ops-transformer, ``aclnnGroupedMatmulV4.md``, groupListOptional).
 
     Raises:
         ValueError: shapes, dtypes or groups that do not fit.
@@ -89,7 +91,7 @@ def npu_grouped_matmul(
             )
     ends = group_ends(group_list, group_list_type, len(matrices), len(rows))
     wide = widened(rows)
-    result = wide.new_zeros((len(rows), matrices[0].shape[1]))
+    result = wide.new_full((len(rows), matrices[0].shape[1]), torch.nan)
     for group, (start, end) in enumerate(pairwise([0, *ends])):
         if start < end:
             result[start:end] = wide[start:end] @ widened(matrices[group])
@@ -102,17 +104,17 @@ def group_ends(group_list: torch.Tensor | None, group_list_type: int | None, gro
     """Where the rows of each group end.
 
     Raises:
-        ValueError: the groups do not fill the rows.
+        ValueError: the groups do not follow each other, or have more rows than there are.
     """
     if group_list is None or group_list.dtype is not torch.int64 or group_list.shape != (groups,):
         raise ValueError(
             f"group_list is {group_list}; it must be int64 with an entry for each of the {groups} groups"
         )
     ends = (group_list.cumsum(0) if group_list_type == 1 else group_list).tolist()
-    if any(end < start for start, end in pairwise([0, *ends])) or ends[-1] != rows:
+    if any(end < start for start, end in pairwise([0, *ends])) or ends[-1] > rows:
         raise ValueError(
             f"group_list is {group_list.tolist()} with group_list_type {group_list_type}; the groups must follow "
-            f"each other and fill the {rows} rows of x"
+            f"each other within the {rows} rows of x"
         )
     return ends
 

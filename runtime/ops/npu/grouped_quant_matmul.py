@@ -65,7 +65,7 @@ def multiply_int8(
         raise NotImplementedError(f"output_dtype is {result}; the CPU kernel makes bf16, fp16 and fp32 of int8")
     assert scale is not None and per_token_scale is not None
     (scales,), (of_rows,) = scale, per_token_scale
-    found = torch.zeros(len(rows), matrices.sizes[2])
+    found = torch.full((len(rows), matrices.sizes[2]), torch.nan)
     for group, at, matrix in matrices.groups():
         if matrices.is_int4:
             assert bias is not None
@@ -91,7 +91,7 @@ def multiply_rounded(
     (scales,), (offsets,) = scale, offset
     groups, outputs = scales.shape[1] if scales.dim() == 3 else 1, scales.shape[-1]
     wide = widened(rows)
-    found = wide.new_zeros((len(rows), outputs))
+    found = wide.new_full((len(rows), outputs), torch.nan)
     for group, at, matrix in matrices.groups():
         numbers = matrix.to(wide.dtype).unflatten(0, (groups, -1))
         of_outputs, added = (table[group].to(wide.dtype).view(-1, 1, outputs) for table in (scales, offsets))

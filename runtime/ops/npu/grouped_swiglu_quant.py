@@ -37,7 +37,8 @@ def npu_grouped_matmul_swiglu_quant_v2(
         weight_scale: one fp32, fp16 or bf16 ``[E, N]``; of 4 bits int64 that holds the bits of fp32, with
             ``dequant_mode`` 1 ``[E, K / 256, N]``.
         x_scale: fp32 ``[M]``.
-        group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). The groups fill M.
+        group_list: int64 ``[E]``: where each group ends (``group_list_type`` 0), or its rows (1). Rows behind
+            the last group are not computed.
         weight_assist_matrix: of 4 bits, one fp32 ``[E, N]``, the bias of npu_grouped_matmul; else None.
         dequant_mode: 0, a scale for each output; 1, of 4 bits, for each group of 256 of its inputs.
         dequant_dtype: 6, fp32.

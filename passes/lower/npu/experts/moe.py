@@ -11,6 +11,8 @@ Becomes:
         which adds what is added to its result, such as shared experts, as skip1
         or, on the inference chip, which has neither, the rows gathered and added in float32
     or, where these are not legal, every expert over every token, in batched ATen products
+    of one rank's experts: the choices of others' are those of one more expert, which has no matrices; its rows lie
+        behind all others, where the products write nothing, and are zeroed before they are added
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
 
@@ -183,21 +185,23 @@ def _grouped(
         return None
     if weight_input:
         x = site.cast(site.aten(_aten.mul.Tensor, x, weights), value(x).dtype)
-    if callee(ids) == "_to_copy" and value(ids.args[0]).dtype is torch.int32:
-        ids = ids.args[0]
-    ids = site.cast(ids, torch.int32)
+    is_part = callee(ids) == "local_experts"
+    routes = experts + is_part
+    if is_part:
+        ids = _of_rank(site, *ids.args)
+    ids = site.cast(_uncast(ids), torch.int32)
     by = _ENDS if site.target.product is Product.INFERENCE else _COUNTS
     routed = site.call(
         _npu.npu_moe_init_routing_v2.default,
         x,
         ids,
         active_num=-1,
-        expert_num=experts,
+        expert_num=routes,
         drop_pad_mode=0,
         expert_tokens_num_type=by,
         expert_tokens_num_flag=True,
         quant_mode=-1,
-        active_expert_range=[0, experts],
+        active_expert_range=[0, routes],
         row_idx_type=_PER_ROW,
     )
     if routed is None:
@@ -205,6 +209,9 @@ def _grouped(
     rows, row_of, counts = (site.item(routed, i) for i in range(3))
     if by == _ENDS:  # which an eager call yields in int32
         counts = site.traced.call(_aten._to_copy.default, counts, dtype=torch.int64)
+    all_counts = counts
+    if is_part:
+        counts = site.traced.call(_aten.slice.Tensor, counts, 0, 0, experts)
     hidden = _product(site, rows, up, up_bias, counts, by, transposed)
     if hidden is None:
         return None
@@ -233,6 +240,8 @@ def _grouped(
     out = _product(site, hidden, down, down_bias, counts, by, transposed)
     if out is None:
         return None
+    if is_part:
+        out = site.inline(_zeroed, out, all_counts, by)
     scales = None if weight_input else site.cast(weights, value(out).dtype)
     combined = site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
     if combined is not None:
@@ -250,6 +259,37 @@ def _grouped(
         k=k,
     )
     return combined or site.inline(_added, out, row_of, scales, k)  # type: ignore[no-any-return]
+
+
+def _uncast(ids: fx.Node) -> fx.Node:
+    """Ids as a router yields them, in int32."""
+    source: Any = ids.args[0] if callee(ids) == "_to_copy" else None
+    return ids if source is None or value(source).dtype is not torch.int32 else source
+
+
+def _of_rank(site: Site, ids: fx.Node, first: fx.Node, count: int) -> fx.Node:
+    """Ids counted from the first expert of this rank; those of other ranks are ``count``."""
+    traced = site.traced
+
+    def make() -> torch.Tensor:
+        table = torch.full((traced.ranks * count, 1), count, dtype=torch.int32, device=value(first).device)
+        start = int(traced.constants[first.name])
+        table[start : start + count, 0] = torch.arange(count, dtype=torch.int32)
+        return table
+
+    table = traced.shared_constant(f"ids_from_{first.name}", make)
+    found = site.aten(_aten.embedding.default, table, _uncast(ids))
+    return traced.call(_aten.squeeze.dim, found, -1)
+
+
+def _zeroed(rows: torch.Tensor, counts: torch.Tensor, by: int) -> torch.Tensor:
+    """Rows of experts with zeros for those of the last, which no product has written."""
+    count = rows.shape[0]
+    if by == _COUNTS:
+        behind = torch.arange(count, 0, -1, device=rows.device) <= counts[-1:]
+    else:
+        behind = torch.arange(count, device=rows.device) >= counts[-2:-1]
+    return rows.masked_fill(behind.unsqueeze(-1), 0)
 
 
 def _added(rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int) -> torch.Tensor:

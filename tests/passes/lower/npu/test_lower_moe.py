@@ -104,6 +104,35 @@ def test_experts(kind, layout, limit, middle, transposed, bias):
             assert graph.constants[given.name].dtype is torch.float32
 
 
+@pytest.mark.parametrize("rank", range(2))
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend310P3"])
+def test_experts_of_one_rank(rank, soc):
+    """The products leave the rows of others' experts undefined (NaN here), and nothing of that is added."""
+    count = EXPERTS // 2
+    dtype = torch.float16 if soc == "Ascend310P3" else torch.bfloat16
+    parameters = {name: t[rank * count : (rank + 1) * count] for name, t in tensors(dtype).items()}
+
+    def function(m, given):
+        ids = pagoda.local_experts(given[:, H + K :].long(), m.first, count)
+        x, weights = given[:, :H].to(dtype), given[:, H : H + K].to(dtype)
+        return pagoda.moe(x, weights, ids, m.up, m.down, None, None, "silu", 1.0, 0.0, "halves", False, False)
+
+    given = packed(X.to(dtype), *chosen(dtype=dtype))
+    given[0, H + K :] = torch.tensor([0, 1]) + (1 - rank) * count  # a token that has no expert here
+    graph = graph_of(
+        function, given, target=NpuTarget(soc), dynamic=(0,), first=torch.tensor([rank * count]), **parameters
+    )
+    graph.ranks, graph.rank = 2, rank
+    expected = run_graph(graph.copy(), given)
+    assert not expected[0].any() and expected.any()
+    lower_npu_moe(graph)
+    torch.testing.assert_close(run_graph(graph, given), expected, atol=3e-2, rtol=3e-2)
+    assert_legal(graph)
+    routing = next(n for n in graph.graph.nodes if "init_routing" in str(n.target))
+    assert routing.kwargs["expert_num"] == count + 1
+    assert not [n for n in graph.graph.nodes if "local_experts" in str(n.target)]
+
+
 def test_experts_turned_share_the_memory_of_the_parameters():
     graph, _ = lowered(experts(), packed(X, *chosen()), **tensors())
     turned = {name: t for name, t in graph.constants.items() if name.startswith("turned_")}

@@ -144,7 +144,7 @@ def test_mistakes_are_other_numbers(change: dict[str, Any]) -> None:
         ({"weight_scale": [torch.ones(3, 64, dtype=torch.int64)]}, "weight_scale is torch.int64"),
         ({"x": torch.zeros(11, 48)}, "x is torch.float32"),
         ({"x_scale": torch.ones(3)}, r"x_scale \(3,\)"),
-        ({"group_list": torch.tensor([4, 0, 6])}, "fill the 11 rows"),
+        ({"group_list": torch.tensor([4, 0, 8])}, "within the 11 rows"),
         ({"x": numbers(11, 47)}, r"x is \(11, 47\)"),
         ({"weight_assist_matrix": [torch.ones(3, 64)]}, "weight_assist_matrix is for matrices of 4 bits"),
         ({"weight": [numbers(3, 48, 63)], "weight_scale": [torch.ones(3, 63)]}, r"3 matrices of \(48, 63\)"),

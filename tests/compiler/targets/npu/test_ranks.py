@@ -1,0 +1,79 @@
+"""Graphs for several ranks, lowered for an NPU and run in lockstep by the reference kernels.
+
+All ranks run one graph. Their logits are the model's, each reduction is one launch, and nothing copies a cache.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from npu_calls import illegal_calls
+
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import References, rewrite
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
+from torch_pagoda.passes import TracedGraph, UnsupportedModel
+from torch_pagoda.passes.graph.provenance import launches_work, operator_name
+from torch_pagoda.passes.lower.npu.experts import moe
+from torch_pagoda.passes.rewrite import shard_vocabulary
+from torch_pagoda.reports.explain import cache_copies
+from torch_pagoda.runtime.npu_target import NpuTarget
+
+from legal_models import build_legal_model
+from shared_graphs import capture
+
+TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
+REDUCE, GATHER = "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"
+OF_EXPERTS = Counter(["aten.embedding", "aten.arange", "aten.le", "aten.masked_fill"])
+"""Launches more where a rank holds some of the experts."""
+
+
+def lowered(model_type: str, ranks: int, reference: Reference | None = None) -> TracedGraph:
+    captured = capture(build_legal_model(model_type))
+    captured.traced.npu = TARGET
+    options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks)
+    report = CompileReport(model_type)
+    traced = rewrite(captured, options, References(reference), report).traced
+    assert (report.verdict is None) == (reference is None or ranks == 1)
+    assert not report.dropped_passes
+    return traced
+
+
+def launches(traced: TracedGraph) -> Counter[str]:
+    return Counter(operator_name(node) for node in traced.graph.nodes if launches_work(node))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "more"),
+    [
+        ("llama", Counter({REDUCE: 4})),
+        ("qwen3_moe", Counter({REDUCE: 4}) + OF_EXPERTS + OF_EXPERTS),
+        pytest.param("deepseek_v3", None, marks=pytest.mark.grid),
+        pytest.param("qwen3_5_text", None, marks=pytest.mark.grid),
+    ],
+)
+def test_ranks_together_are_exact(model_type: str, more: Counter[str] | None) -> None:
+    traced = lowered(model_type, 2, reference_of_model(build_legal_model(model_type)))
+    assert illegal_calls(traced, TARGET) == []
+    assert not [node for node in traced.graph.nodes if str(node.target).startswith("pagoda.")]
+    assert cache_copies(traced.graph) == 0
+    assert launches(traced)[REDUCE]
+    if more is not None:
+        assert launches(traced) - launches(lowered(model_type, 1)) == more
+
+
+def test_a_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shard_vocabulary, "LEAST_PARAMETERS", 2**13)
+    traced = lowered("llama", 2, reference_of_model(build_legal_model("llama")))
+    found = launches(traced)
+    assert (found[REDUCE], found[GATHER]) == (5, 1)
+    assert illegal_calls(traced, TARGET) == []
+
+
+def test_rows_of_other_ranks_experts_that_are_not_zeroed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "_zeroed", lambda rows, counts, by: rows.clone())
+    with pytest.raises(UnsupportedModel, match="the ranks together are not exact"):
+        lowered("qwen3_moe", 2, reference_of_model(build_legal_model("qwen3_moe")))
