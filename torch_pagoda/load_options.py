@@ -25,6 +25,8 @@ class LoadOptions:
             as greedy. End tokens are the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
         gguf_file: name of the GGUF file in the folder or repository, as in transformers.
+        worker_restarts: how often, in ten minutes, the processes beside this one that ``tensor_parallel_size`` asks
+            for start again after one of them failed; then what is under way ends with an error.
 
     Raises:
         ValueError: an unknown dtype or device, or an unavailable NPU.
@@ -35,6 +37,7 @@ class LoadOptions:
     generation_config: str | os.PathLike[str] = "auto"
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     gguf_file: str | None = None
+    worker_restarts: int = option(3, "Starts of other ranks in place of failed ones, in 10 minutes.")
 
     def __post_init__(self) -> None:
         from .checkpoint.loading import resolve_dtype
@@ -42,3 +45,5 @@ class LoadOptions:
 
         resolve_dtype(self.dtype)
         resolve_device(self.device)
+        if type(self.worker_restarts) is not int or self.worker_restarts < 0:
+            raise ValueError(f"worker_restarts={self.worker_restarts!r} is not a number from 0; give one")

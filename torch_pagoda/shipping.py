@@ -16,6 +16,7 @@ from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions
 from .runtime.parallel.launch import Ranks
 from .runtime.parallel.messages import Message
+from .runtime.restart_limit import RestartLimit
 
 if TYPE_CHECKING:
     from .compiler.link.linker import LinkedProgram
@@ -38,7 +39,7 @@ class ShippingRanks:
         self._model, self._loading = os.fspath(model), loading
         if "OMP_NUM_THREADS" not in os.environ:  # which is meant for each process
             torch.set_num_threads(max(1, torch.get_num_threads() // size))
-        self._ranks = Ranks(size)
+        self._ranks = Ranks(size, restarts=RestartLimit(loading.worker_restarts))
 
     def load(self, shipment: Shipment) -> None:
         """Send the program; the others load it while this rank packs its own part."""

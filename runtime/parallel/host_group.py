@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..ops.native import kernel_function
+from ..ops.native import FLOAT_CODES, kernel_function
 from .group import Agreement, RankGroup
 from .shared_group import SharedGroup
 from .torch_group import TorchGroup
@@ -26,7 +26,11 @@ class HostGroup:
     def __init__(self, control: TorchGroup, tensors: SharedGroup) -> None:
         self.rank, self.size, self.name = control.rank, control.size, control.name
         self._control, self._tensors = control, tensors
-        self.all_reduce, self.all_gather = tensors.all_reduce, tensors.all_gather
+        self.all_gather = tensors.all_gather
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``ParallelGroup``; what the kernel does not add, such as float64, goes through ``control``."""
+        return (self._tensors if x.dtype in FLOAT_CODES else self._control).all_reduce(x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """See ``RankGroup``."""

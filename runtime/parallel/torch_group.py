@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -38,12 +39,17 @@ class TorchGroup:
         self, store: dist.Store, rank: int, size: int, *, timeout: float, host: str | None = None, name: str = GROUP
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
+        self._ranks: Any = None
+        self._meeting: int | None = None
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
-        with self._explained():
-            options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
-            self._ranks: Any = gloo(store, rank, size, options)
+        try:
+            with self._explained():
+                options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+                self._ranks = gloo(store, rank, size, options)
+        finally:
+            del store  # which a traceback would keep
 
     @classmethod
     def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
@@ -55,8 +61,14 @@ class TorchGroup:
             size: as above.
             timeout: as above.
         """
-        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)
-        return cls(store, rank, size, timeout=timeout, host="127.0.0.1")
+        own = os.dup(meeting)  # the store opens this path when it is freed, too: nothing else may be there by then
+        try:
+            group = cls(dist.FileStore(f"/proc/self/fd/{own}", size), rank, size, timeout=timeout, host="127.0.0.1")
+        except BaseException:
+            os.close(own)
+            raise
+        group._meeting = own
+        return group
 
     @classmethod
     def of_environment(cls, timeout: float) -> TorchGroup:
@@ -96,6 +108,12 @@ class TorchGroup:
     def close(self) -> None:
         """See ``RankGroup``; a second call does nothing."""
         self._ranks = None
+        if self._meeting is not None:
+            os.close(self._meeting)
+            self._meeting = None
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def _group(self) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from ..process_state import StoppedProcesses
 from .channel import ChannelClosed
 from .group import CollectiveFailed, GroupFailed
 from .messages import Message, TornMessage
@@ -22,6 +23,8 @@ GRACE = 0.5
 """Seconds that a consequence waits for its cause: an exchange that failed, for the rank that made it fail."""
 
 _LONGEST_WAIT = 1.0
+_LOOK = _LONGEST_WAIT / 4
+"""Seconds between two looks at the other ranks during a task."""
 
 
 class Watch:
@@ -47,6 +50,7 @@ class Watch:
         self._cause: tuple[float, GroupFailed] | None = None  # and when it is too late for another one
         self._refusal: BaseException | None = None
         self._task, self._deadline = "at the start", float("inf")
+        self._stopped, self._next_look = StoppedProcesses(), 0.0
         self._ends_at: float | None = None
         self._is_over = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -190,6 +194,11 @@ class Watch:
             now = time.monotonic()
             if now >= self._deadline:
                 self._note(self._late(workers))
+            elif self._deadline < float("inf") and now >= self._next_look:
+                self._next_look = now + _LOOK
+                for worker in workers:
+                    if self._stopped.look(worker.process.pid):
+                        self._note(GroupFailed(worker.rank, f"{worker.name} was stopped {self._task}"))
             if self._cause is not None and now >= self._cause[0]:
                 return
         for worker in workers:
@@ -200,7 +209,7 @@ class Watch:
     def _events(self, poll: select.poll) -> list[int]:
         """Descriptors that have become readable, or none by the time of the next deadline."""
         until = min(self._deadline, self._cause[0] if self._cause else float("inf"))
-        longest = _LONGEST_WAIT if self._deadline == float("inf") else _LONGEST_WAIT / 4
+        longest = _LONGEST_WAIT if self._deadline == float("inf") else _LOOK
         seconds = min(max(until - time.monotonic(), 0.0), longest)
         events = [descriptor for descriptor, _ in poll.poll(seconds * 1000)]
         if self._wake in events:
