@@ -1,11 +1,11 @@
 """Ranks of ``pagoda serve`` that are killed or stopped under streams; exit status 1 if a token is wrong.
 
-    python benchmarks/kill_ranks.py --out results               # the shipped tiny model, 2 ranks, 32 streams, 20 faults
+    python benchmarks/kill_ranks.py --out results         # the shipped tiny model, 2 ranks, 32 streams, 20 faults
     python benchmarks/kill_ranks.py --faults 4 --streams 8
 
 A real server, and streams of the real ``openai`` client, each of which asks again as soon as it is answered. Between
 random pauses each rank by turns, rank 0 and with it the engine's process included, gets SIGKILL or SIGSTOP. A request
-may finish with exactly the text of transformers' ``generate``, or end with an error; what it got before is exact, too.
+may finish with exactly the text of transformers' ``generate``, or end with an error; what it got before is exact.
 Served again is a fault when a request that was sent after it has finished.
 
 Listed before the server starts and after it has ended: processes of this package, files in ``/dev/shm``, folders of
@@ -34,7 +34,16 @@ from report import add_arguments, conditions, markdown_table, save
 
 HERE = Path(__file__).resolve().parent
 EXAMPLE = HERE.parent / "examples" / "tiny-pydoc"
-STARTS = ("def f", "Return the", "class Path", "The module", "Raise an error", "This function", "import os", "A list of")
+STARTS = (
+    "def f",
+    "Return the",
+    "class Path",
+    "The module",
+    "Raise an error",
+    "This function",
+    "import os",
+    "A list of",
+)
 MARKS = ("torch_pagoda.rank", "torch_pagoda.cli.engine_process")
 """In the command lines of processes that a server starts."""
 

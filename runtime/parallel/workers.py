@@ -34,6 +34,11 @@ class Worker:
     channel: Channel
 
     @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    @property
     def name(self) -> str:
         """For messages, behind "rank n"."""
         return f"(pid {self.process.pid})"
