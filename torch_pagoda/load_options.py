@@ -11,6 +11,9 @@ from .runtime.option import option
 if TYPE_CHECKING:
     import torch
 
+BACKENDS = ("mp", "external_launcher")
+"""What can start ranks."""
+
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -25,6 +28,11 @@ class LoadOptions:
             as greedy. End tokens are the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
         gguf_file: name of the GGUF file in the folder or repository, as in transformers.
+        distributed_executor_backend: what starts the processes that ``tensor_parallel_size`` asks for: ``"mp"``, this
+            process does; ``"external_launcher"``, ``torchrun`` has started them with this script, and where the rank
+            is not 0, the model follows rank 0 to its end and then raises ``SystemExit(0)``.
+        worker_restarts: how often, in ten minutes, the processes beside this one that ``tensor_parallel_size`` asks
+            for start again after one of them failed; then what is under way ends with an error.
 
     Raises:
         ValueError: an unknown dtype or device, or an unavailable NPU.
@@ -35,6 +43,8 @@ class LoadOptions:
     generation_config: str | os.PathLike[str] = "auto"
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     gguf_file: str | None = None
+    distributed_executor_backend: str = "mp"
+    worker_restarts: int = option(3, "Starts of other ranks in place of failed ones, in 10 minutes.")
 
     def __post_init__(self) -> None:
         from .checkpoint.loading import resolve_dtype
@@ -42,3 +52,9 @@ class LoadOptions:
 
         resolve_dtype(self.dtype)
         resolve_device(self.device)
+        backend = self.distributed_executor_backend
+        if backend not in BACKENDS:
+            known = " or ".join(map(repr, BACKENDS))
+            raise ValueError(f"distributed_executor_backend={backend!r} is not known; use {known}")
+        if type(self.worker_restarts) is not int or self.worker_restarts < 0:
+            raise ValueError(f"worker_restarts={self.worker_restarts!r} is not a number from 0; give one")

@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import threading
-from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -42,29 +42,16 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
 
     import torch
 
-    from .runtime.ops.collectives import set_group
-    from .runtime.parallel.channel import Channel, ChannelClosed
-    from .runtime.parallel.follow import failed_message, follow
+    from .runtime.parallel.channel import Channel
+    from .runtime.parallel.facts import facts
+    from .runtime.parallel.follow import take_part
     from .runtime.parallel.host_group import meet_on_host
-    from .runtime.parallel.launch import digest_of, facts
-    from .runtime.parallel.messages import Message
 
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
-    channel = Channel(socket.socket(fileno=fd))
+    meet = partial(meet_on_host, meeting, rank, size, _MEET_SECONDS)
     try:
-        channel.send(Message("here", facts(torch.get_num_threads())))
-        message = channel.receive()
-        group = meet_on_host(meeting, rank, size, _MEET_SECONDS)
-        os.close(meeting)
-        set_group(group)
-        program = load_program(message, group)
-        channel.send(Message("loaded", digest_of(program)))
-        follow(program, channel, group)
-    except ChannelClosed:
-        pass
-    except BaseException as error:
-        with suppress(ChannelClosed):
-            channel.send(failed_message(error))
+        take_part(Channel(socket.socket(fileno=fd)), meet, load_program, facts(torch.get_num_threads()))
+    except BaseException:  # rank 0 was told
         return 1
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,15 +15,21 @@ from .compiler.compile import program_of_rank
 from .compiler.warm_start.file import from_bytes, to_bytes
 from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions
+from .runtime.parallel.facts import facts
+from .runtime.parallel.follow import take_part
 from .runtime.parallel.launch import Ranks
 from .runtime.parallel.messages import Message
+from .runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place, host_id
 from .runtime.processors import bind, shares, threads_per_rank
+from .runtime.restart_limit import RestartLimit
 
 if TYPE_CHECKING:
     from .compiler.link.linker import LinkedProgram
     from .runtime.parallel.group import RankGroup
     from .runtime.parallel.leader import LeaderProgram
     from .runtime.program import Program
+
+_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 
 class ShippingRanks:
@@ -34,12 +41,16 @@ class ShippingRanks:
         model: the checkpoint.
         loading: how it is loaded.
         size: number of ranks, this one included.
+        launched: the others, where a launcher has started them.
     """
 
-    def __init__(self, model: str | os.PathLike[str], loading: LoadOptions, size: int) -> None:
-        self._model, self._loading = os.fspath(model), loading
-        torch.set_num_threads(threads_per_rank(size))
-        self._ranks = Ranks(size)
+    def __init__(
+        self, model: str | os.PathLike[str], loading: LoadOptions, size: int, launched: LaunchedRanks | None
+    ) -> None:
+        self._model, self._loading, self._launched = os.fspath(model), loading, launched
+        torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
+        known = {} if launched is None else _known(model, loading)
+        self._ranks = Ranks(size, launched=launched, known=known, restarts=RestartLimit(loading.worker_restarts))
 
     def load(self, shipment: Shipment) -> None:
         """Send the program; the others load it while this rank packs its own part."""
@@ -49,7 +60,9 @@ class ShippingRanks:
             "dtype": str(self._loading.dtype),
             "trust_remote_code": self._loading.trust_remote_code,
             "files": [] if files is None else _states(files),
-            "processors": [sorted(share) for share in shares(self._ranks.size)],
+            "host": host_id(),
+            "contents": [] if files is None or self._launched is None else _contents(files),
+            "processors": [] if self._launched else [sorted(share) for share in shares(self._ranks.size)],
         }
         program = torch.frombuffer(bytearray(to_bytes(shipment)), dtype=torch.uint8)
         self._ranks.load(Message("load", values, {"program": program}))
@@ -68,10 +81,16 @@ def other_ranks(
 ) -> ShippingRanks | None:
     """The ranks that the options ask for besides this process; None for one rank.
 
+    Where a launcher has started this process as another rank than 0, it follows that one to its end.
+
     Raises:
-        ValueError: the model cannot be run by several ranks.
+        ValueError: the model cannot be run by several ranks, or the launcher has started another number of them.
+        SystemExit: this process was another rank than 0.
     """
-    size = compiling.tensor_parallel_size
+    size, launches = compiling.tensor_parallel_size, loading.distributed_executor_backend == "external_launcher"
+    place = Place.of_environment() if launches else Place(0, size, size)
+    if place.size != size:
+        raise ValueError(f"the launcher has started {place.size} processes; use tensor_parallel_size={place.size}")
     if size == 1:
         return None
     asked = f"tensor_parallel_size={size}"
@@ -79,9 +98,20 @@ def other_ranks(
         raise ValueError(f"{asked}: every rank reads the checkpoint, and a live module has none; pass its folder")
     if device.type != "cpu" or compiling.target == "npu":
         raise ValueError(f"{asked} runs on CPUs only so far; omit it, or use device='cpu'")
-    if size > (cores := len(os.sched_getaffinity(0))):
+    if place.local_size > (cores := len(os.sched_getaffinity(0))):
         raise ValueError(f"{asked} is more than the {cores} processors that this process may use; lower it")
-    return ShippingRanks(model, loading, size)
+    if place.rank == 0:
+        return ShippingRanks(model, loading, size, LaunchedRanks(place) if launches else None)
+    torch.set_num_threads(threads_per_rank(place.local_size))
+    launched = LaunchedRanks(place)
+    channel = launched.join()
+    ends = EndsWithFirst(channel)
+    try:
+        meet, known = launched.meeting(launched.timeout), facts(torch.get_num_threads()) | _known(model, loading)
+        take_part(channel, meet, load_program, known)
+    finally:
+        ends.over.set()
+    raise SystemExit(0)
 
 
 def load_program(message: Message, group: RankGroup) -> Program:
@@ -95,15 +125,21 @@ def load_program(message: Message, group: RankGroup) -> Program:
         ValueError: the checkpoint is not the one that rank 0 reads.
     """
     values = message.values
-    # Rank 0 is the user's process, which stays where it may run.
-    bind(set(values["processors"][group.rank]))
+    if values["processors"]:  # Rank 0 is the user's process, which stays where it may run.
+        bind(set(values["processors"][group.rank]))
     shipment = from_bytes(memoryview(message.tensors["program"].numpy().data), Shipment)
     if shipment.sources is None:
         module = load_model(values["model"], values["dtype"], values["trust_remote_code"], torch.device("cpu"))
         return program_of_rank(shipment, group.rank, None, module)
     files = checkpoint_files(values["model"], values["dtype"])
-    if files is None or _states(files) != values["files"]:
-        raise ValueError(f"the files of {values['model']!r} have changed since rank 0 read them; start again")
+    if files is not None and values["host"] != host_id():
+        same = _contents(files) == values["contents"]
+    else:
+        same = files is not None and _states(files) == values["files"]
+    if files is None or not same:
+        raise ValueError(
+            f"the files of {values['model']!r} are not those that rank 0 reads; copy them, or start again"
+        )
     return program_of_rank(shipment, group.rank, files, None)
 
 
@@ -111,3 +147,22 @@ def _states(files: CheckpointFiles) -> Sequence[Sequence[int]]:
     """What the system says of the files: another one, or one that was written, differs."""
     stats = map(os.stat, files.weights)
     return [[stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns] for stat in stats]
+
+
+def _contents(files: CheckpointFiles) -> Sequence[Sequence[int | str]]:
+    """What copies of the files have in common: their sizes, and a digest of their beginnings and of samples."""
+    found: list[list[int | str]] = []
+    for path in files.weights:
+        size = os.path.getsize(path)
+        digest = hashlib.blake2b(digest_size=16)
+        with open(path, "rb") as file:
+            for at in range(0, size, max(size // _SAMPLES, _SAMPLE_BYTES)):
+                file.seek(at)
+                digest.update(file.read(_SAMPLE_BYTES))
+        found.append([size, digest.hexdigest()])
+    return found
+
+
+def _known(model: object, loading: LoadOptions) -> dict[str, str]:
+    """What all processes of a launcher have been asked for."""
+    return {"model": os.path.basename(str(model)), "options of loading": repr(loading)}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -12,9 +14,11 @@ from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.pool_plan import CacheSizes, cache_counts
 from ..memory import keep_freed_memory
+from ..ops.collectives import set_group
 from ..program import KVCache, Program
 from ..step_metadata import StepMetadata
 from .channel import Channel, ChannelClosed
+from .facts import digest_of
 from .group import CollectiveFailed, GroupFailed, RankGroup, least_counts
 from .messages import Message, TornMessage, copies_of, step_of
 
@@ -22,6 +26,36 @@ LoadProgram = Callable[[Message, RankGroup], Program]
 """Makes this rank's part of what a message of kind ``"load"`` describes."""
 
 _MAX_TRACEBACK = 20_000
+
+
+def take_part(
+    channel: Channel, meet: Callable[[], RankGroup], load_program: LoadProgram, known: Mapping[str, Any]
+) -> None:
+    """Be a rank other than 0 from its start to its end.
+
+    Args:
+        channel: to rank 0.
+        meet: makes the group of all ranks, once.
+        load_program: makes this rank's program.
+        known: what rank 0 compares with what it has itself.
+
+    Raises:
+        Exception: what happened here, or that another rank failed; rank 0 is told.
+    """
+    try:
+        channel.send(Message("here", known))
+        message = channel.receive()
+        group = meet()
+        set_group(group)
+        program = load_program(message, group)
+        channel.send(Message("loaded", digest_of(program)))
+        follow(program, channel, group)
+    except ChannelClosed:
+        pass
+    except BaseException as error:
+        with suppress(ChannelClosed):
+            channel.send(failed_message(error))
+        raise
 
 
 def follow(program: Program, channel: Channel, group: RankGroup) -> None:

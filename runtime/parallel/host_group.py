@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..ops.native import kernel_function
+from ..ops.native import FLOAT_CODES, kernel_function
 from .group import Agreement, RankGroup
 from .shared_group import SharedGroup
 from .torch_group import TorchGroup
@@ -26,7 +26,11 @@ class HostGroup:
     def __init__(self, control: TorchGroup, tensors: SharedGroup) -> None:
         self.rank, self.size, self.name = control.rank, control.size, control.name
         self._control, self._tensors = control, tensors
-        self.all_reduce, self.all_gather = tensors.all_reduce, tensors.all_gather
+        self.all_gather = tensors.all_gather
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See ``ParallelGroup``; what the kernel does not add, such as float64, goes through ``control``."""
+        return (self._tensors if x.dtype in FLOAT_CODES else self._control).all_reduce(x)
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """See ``RankGroup``."""
@@ -39,6 +43,7 @@ class HostGroup:
     def abort(self) -> None:
         """Let all ranks leave the exchange that they are in; any thread may call it."""
         self._tensors.stop("another rank has failed")
+        self._control.abort()
 
     def close(self) -> None:
         """See ``RankGroup``."""
@@ -47,7 +52,7 @@ class HostGroup:
 
 
 def meet_on_host(meeting: int, rank: int, size: int, timeout: float) -> RankGroup:
-    """The group of ranks on this host, once all have come; of gloo alone where a rank has no kernels.
+    """The group of ranks on this host, once all have come.
 
     Args:
         meeting: see ``TorchGroup.of_descriptor``, as for the others.
@@ -56,16 +61,24 @@ def meet_on_host(meeting: int, rank: int, size: int, timeout: float) -> RankGrou
     Raises:
         CollectiveFailed: the other ranks did not come.
     """
-    control = TorchGroup.of_descriptor(meeting, rank, size, timeout)
+    return on_host(TorchGroup.of_descriptor(meeting, rank, size, timeout))
+
+
+def on_host(control: TorchGroup) -> RankGroup:
+    """A group for the ranks of another one, all on this host; that one where a rank has no kernels.
+
+    Raises:
+        CollectiveFailed: a rank did not take part.
+    """
     if not control.agree(int(kernel_function("pagoda_shared_all_reduce") is not None), "min"):
         return control
-    if rank:
+    if control.rank:
         path = bytes(control.broadcast(torch.zeros(_PATH_BYTES, dtype=torch.uint8), 0).tolist()).rstrip(b"\0")
-        tensors = SharedGroup.join(Path(path.decode()), rank, control.name)
+        tensors = SharedGroup.join(Path(path.decode()), control.rank, control.name)
         tensors.meet()
         return HostGroup(control, tensors)
     with tempfile.TemporaryDirectory(prefix="torch_pagoda-") as folder:
-        tensors = SharedGroup.create(Path(folder), size, control.name)
+        tensors = SharedGroup.create(Path(folder), control.size, control.name)
         control.broadcast(torch.tensor(list(folder.encode().ljust(_PATH_BYTES, b"\0")), dtype=torch.uint8), 0)
         tensors.meet()  # the folder is needed no more
     return HostGroup(control, tensors)

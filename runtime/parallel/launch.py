@@ -1,41 +1,89 @@
-"""Starts the ranks of this host, gives them a program, and ends them."""
+"""Starts the other ranks, or takes those that were started, gives them a program, and ends them."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
 from ..ops.collectives import drop_group, set_group
-from ..ops.native import processor
 from ..program import Program
 from ..restart_limit import RestartLimit
+from .facts import digest_of, facts, refuse_differences
 from .group import GroupFailed, RankGroup
 from .host_group import meet_on_host
 from .leader import LeaderProgram
 from .messages import Message, encode
-from .watch import Watch
-from .workers import COMMAND, start_workers
+from .torchrun import LaunchedRanks
+from .watch import AnyWorker, Watch
+from .workers import COMMAND, Worker, start_workers
 
 END_SECONDS = 5.0
 
 
+class Launch(Protocol):
+    """How the other ranks come to be, once."""
+
+    def start(self) -> Sequence[AnyWorker]:
+        """Those of ranks 1 and above."""
+
+    def meeting(self, timeout: float) -> Callable[[], RankGroup]:
+        """What makes the group of all ranks, of which each exchange waits so many seconds; for another thread."""
+
+    def close(self) -> None:
+        """Let go of what they were started with."""
+
+
+class Children:
+    """Child processes as ranks.
+
+    Args:
+        command, size, threads: see ``start_workers``.
+    """
+
+    def __init__(self, command: Sequence[str], size: int, threads: int) -> None:
+        self._command, self._size, self._threads = command, size, threads
+        self._meeting = os.memfd_create("torch_pagoda-ranks")
+
+    def start(self) -> list[Worker]:
+        """See ``Launch``."""
+        return start_workers(self._command, self._size, self._meeting, self._threads)
+
+    def meeting(self, timeout: float) -> Callable[[], RankGroup]:
+        """See ``Launch``."""
+        meeting = os.dup(self._meeting)
+
+        def meet() -> RankGroup:
+            try:
+                return meet_on_host(meeting, 0, self._size, timeout)
+            finally:
+                os.close(meeting)
+
+        return meet
+
+    def close(self) -> None:
+        """See ``Launch``."""
+        os.close(self._meeting)
+
+
 class Ranks:
-    """This process as rank 0, and child processes as the others, which start at once.
+    """This process as rank 0, and child processes as the others, which start at once, or those of a launcher.
 
     Give them a program by ``load``, prepare this rank's own meanwhile, and lead by ``lead``. ``close``, the garbage
     collector and the end of this process end the others. They fail together: each method then raises ``GroupFailed``.
 
     Args:
         size: number of ranks.
+        launched: the others, where a launcher has started them; they do not start again.
+        known: what they have to tell besides, as they do.
         command: starts one of the others; ``torch_pagoda.rank`` says which arguments follow.
         threads: of each of the others; None: as many as torch has here.
         load_timeout: seconds until all have loaded, and for warm-up.
@@ -50,6 +98,8 @@ class Ranks:
         self,
         size: int,
         *,
+        launched: LaunchedRanks | None = None,
+        known: Mapping[str, Any] = MappingProxyType({}),
         command: Sequence[str] = COMMAND,
         threads: int | None = None,
         load_timeout: float = 3600.0,
@@ -59,8 +109,11 @@ class Ranks:
         self.size = size
         self.load_timeout, self.step_timeout = load_timeout, step_timeout
         self.num_restarts = 0
-        self._command = tuple(command)
-        self._threads = torch.get_num_threads() if threads is None else threads
+        threads = torch.get_num_threads() if threads is None else threads
+        self._known = {**facts(threads), **known}
+        self._launch: Callable[[], Launch] = partial(Children, tuple(command), size, threads)
+        if launched is not None:
+            self._launch, restarts = lambda: launched, RestartLimit(0)
         self._restarts = RestartLimit() if restarts is None else restarts
         self._load: Message | None = None
         self._start()
@@ -80,7 +133,7 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """Process ids of the other ranks."""
-        return [worker.process.pid for worker in self._watch.workers]
+        return [worker.pid for worker in self._watch.workers]
 
     def load(self, message: Message) -> None:
         """Let the other ranks load their programs; returns when they have begun.
@@ -94,7 +147,7 @@ class Ranks:
         self._load = message
         with self.task("loading", self.load_timeout):
             answers = self._watch.answers("here")
-            _refuse_differences(facts(self._threads), {rank: answer.values for rank, answer in answers.items()})
+            refuse_differences(self._known, {rank: answer.values for rank, answer in answers.items()})
             self.send(message)
             self._met.append(self._meet())
         set_group(self.group)
@@ -142,29 +195,26 @@ class Ranks:
     def _start(self) -> None:
         self._number = 0
         self._met: list[RankGroup] = []
-        meeting = os.memfd_create("torch_pagoda-ranks")
+        self._launched = self._launch()
         try:
-            start = partial(start_workers, self._command, self.size, meeting, self._threads)
-            self._watch = Watch(start, partial(_abort, self._met))
+            self._watch = Watch(self._launched.start, partial(_abort, self._met))
         except BaseException:
-            os.close(meeting)
+            self._launched.close()
             raise
-        self._meeting = meeting
-        self._end = weakref.finalize(self, _end, self._watch, meeting, self._met, os.getpid())
+        self._end = weakref.finalize(self, _end, self._watch, self._launched, self._met, os.getpid())
 
     def _meet(self) -> RankGroup:
         """The group, which torch waits for without a word of what becomes of the others."""
         found: Future[RankGroup] = Future()
 
-        def meet(meeting: int) -> None:
+        def run(meet: Callable[[], RankGroup]) -> None:
             try:
-                found.set_result(meet_on_host(meeting, 0, self.size, self.load_timeout))
+                found.set_result(meet())
             except BaseException as error:
                 found.set_exception(error)
-            finally:
-                os.close(meeting)
 
-        thread = threading.Thread(target=meet, args=(os.dup(self._meeting),), name="pagoda-meeting", daemon=True)
+        meet = self._launched.meeting(self.load_timeout)
+        thread = threading.Thread(target=run, args=(meet,), name="pagoda-meeting", daemon=True)
         thread.start()
         self._watch.wait(thread)
         return found.result()
@@ -173,40 +223,14 @@ class Ranks:
         with self.task("loading", self.load_timeout):
             own = digest_of(program)
             answers = self._watch.answers("loaded")
-            _refuse_differences(own, {rank: answer.values for rank, answer in answers.items()})
+            refuse_differences(own, {rank: answer.values for rank, answer in answers.items()})
 
 
-def facts(threads: int) -> dict[str, Any]:
-    """What must be the same on all ranks, lest their numbers differ."""
-    try:
-        version = importlib.metadata.version("torch-pagoda")
-    except importlib.metadata.PackageNotFoundError:
-        version = "unknown"
-    return {
-        "version of torch": torch.__version__,
-        "version of torch-pagoda": version,
-        "processor": processor(),
-        "number of threads": threads,
-    }
-
-
-def digest_of(program: Program) -> dict[str, Any]:
-    """What tells one rank's program from another's that is no part of the same model."""
-    return {"program": getattr(program, "digest", ""), "vocab_size": program.vocab_size}
-
-
-def _refuse_differences(own: Mapping[str, Any], others: Mapping[int, Mapping[str, Any]]) -> None:
-    for rank, theirs in others.items():
-        for name, value in own.items():
-            if theirs.get(name) != value:
-                raise GroupFailed(rank, f"has another {name} than rank 0: {theirs.get(name)!r}, not {value!r}")
-
-
-def _end(watch: Watch, meeting: int, met: Sequence[RankGroup], pid: int) -> None:
+def _end(watch: Watch, launched: Launch, met: Sequence[RankGroup], pid: int) -> None:
     """End the other ranks and leave the group, unless this is a fork of the process that has them."""
     if os.getpid() != pid:
         return
-    os.close(meeting)
+    launched.close()
     watch.end(END_SECONDS)
     for group in met:
         drop_group(group.name)

@@ -15,6 +15,7 @@ import torch
 from ..ops.collectives import GROUP
 from ..ops.native import FLOAT_CODES, kernel_function
 from ..private_folder import check_private_folder
+from ..process_state import process_state
 from .group import CollectiveFailed
 
 MOST_RANKS = 64
@@ -31,7 +32,7 @@ _SIZE, _TIMEOUT, _STEP, _EXCHANGES, _WATCHED = 2, 4, 5, 6, 7
 _ARGUMENTS = struct.Struct("=6q")
 _STOPPED, _LATE, _ENDED, _DIFFER = 1, 2, 3, 4
 _FIRST_ROUND = (1 << 32) - 1000  # the counters wrap around soon, so that every run shows that they may
-_STATES = {"T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "R": "running"}
+_STATES = {"": "ended", "T": "stopped", "t": "stopped by a debugger", "Z": "ended", "X": "ended", "R": "running"}
 
 
 class SharedGroup:
@@ -225,7 +226,7 @@ class SharedGroup:
         where = f"exchange {self._member[_EXCHANGES]} (step {self.step})"
         process = f"(pid {self._process(culprit)}"
         if kind == _LATE:
-            state = _state_of(self._process(culprit))
+            state = _STATES.get(process_state(self._process(culprit)), "waiting")
             raise CollectiveFailed(culprit, f"{process}, {state}) did not reach {where} within {self.timeout:g} s")
         if kind == _ENDED:
             raise CollectiveFailed(culprit, f"{process}) ended before {where}")
@@ -290,12 +291,3 @@ def _check_memory(descriptor: int, path: Path, rank: int) -> None:
 
 def _bytes_of(size: int, slot_bytes: int) -> int:
     return _REGIONS + 4 * size * slot_bytes
-
-
-def _state_of(process: int) -> str:
-    """What a process does, in a word."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(errors="replace")
-    except OSError:
-        return "ended"
-    return _STATES.get(text.rpartition(")")[2].strip()[:1], "waiting")

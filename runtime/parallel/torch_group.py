@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +14,8 @@ import torch.distributed as dist
 
 from ..ops.collectives import GROUP
 from .group import Agreement, CollectiveFailed, GroupFailed
+
+_PART = timedelta(seconds=0.2)
 
 
 class TorchGroup:
@@ -38,12 +42,18 @@ class TorchGroup:
         self, store: dist.Store, rank: int, size: int, *, timeout: float, host: str | None = None, name: str = GROUP
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
+        self._ranks: Any = None
+        self._is_aborted = self._is_under_way = False
+        self._meeting: int | None = None
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
-        with self._explained():
-            options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
-            self._ranks: Any = gloo(store, rank, size, options)
+        try:
+            with self._explained():
+                options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
+                self._ranks = gloo(store, rank, size, options)
+        finally:
+            del store  # which a traceback would keep
 
     @classmethod
     def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
@@ -55,8 +65,14 @@ class TorchGroup:
             size: as above.
             timeout: as above.
         """
-        store = dist.FileStore(f"/proc/self/fd/{meeting}", size)
-        return cls(store, rank, size, timeout=timeout, host="127.0.0.1")
+        own = os.dup(meeting)  # the store opens this path when it is freed, too: nothing else may be there by then
+        try:
+            group = cls(dist.FileStore(f"/proc/self/fd/{own}", size), rank, size, timeout=timeout, host="127.0.0.1")
+        except BaseException:
+            os.close(own)
+            raise
+        group._meeting = own
+        return group
 
     @classmethod
     def of_environment(cls, timeout: float) -> TorchGroup:
@@ -82,7 +98,7 @@ class TorchGroup:
         options.rootRank, options.rootTensor = source, 0
         sent = x.clone(memory_format=torch.contiguous_format)
         with self._explained():
-            self._group.broadcast([sent], options).wait()
+            self._wait(self._group.broadcast([sent], options))
         return sent
 
     def agree(self, value: int, how: Agreement, name: str = "value") -> int:
@@ -93,9 +109,23 @@ class TorchGroup:
             raise GroupFailed(odd, f"has another {name} than rank 0: {values[odd]}, not {values[0]}")
         return int(max(values) if how == "max" else min(values))
 
+    def abort(self) -> None:
+        """Let this rank leave the exchange that it is in, and enter no other; any thread may call it."""
+        self._is_aborted = True
+
     def close(self) -> None:
         """See ``RankGroup``; a second call does nothing."""
+        if self._is_under_way and self._ranks is not None:
+            # torch waits for the exchange before it frees the group, as long as its timeout; so nobody frees it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
+            self._ranks = self._meeting = None
         self._ranks = None
+        if self._meeting is not None:
+            os.close(self._meeting)
+            self._meeting = None
+
+    def __del__(self) -> None:
+        self.close()
 
     @property
     def _group(self) -> Any:
@@ -103,10 +133,25 @@ class TorchGroup:
             raise CollectiveFailed(self.rank, "has left the group")
         return self._ranks
 
+    def _wait(self, work: Any) -> None:
+        """Wait for an exchange: in parts, since torch's ``abort`` does not end one with a process that is stopped."""
+        self._is_under_way = True
+        while not self._is_aborted:
+            try:
+                work.wait(_PART)
+                break
+            except RuntimeError:
+                if work.is_completed():
+                    self._is_under_way = False
+                    raise
+        else:
+            raise CollectiveFailed(self.rank, "has left an exchange, as another rank has failed")
+        self._is_under_way = False
+
     def _gathered(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = x.new_empty(self.size, *x.shape).unbind(0)
         with self._explained():
-            self._group.allgather([list(parts)], [x.contiguous()]).wait()
+            self._wait(self._group.allgather([list(parts)], [x.contiguous()]))
         return parts
 
     @contextmanager

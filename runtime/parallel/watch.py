@@ -11,17 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
+from ..process_state import StoppedProcesses
 from .channel import ChannelClosed
 from .group import CollectiveFailed, GroupFailed
 from .messages import Message, TornMessage
+from .torchrun import LaunchedWorker
 from .workers import Worker
 
 logger = logging.getLogger(__name__)
+
+AnyWorker = Worker | LaunchedWorker
 
 GRACE = 0.5
 """Seconds that a consequence waits for its cause: an exchange that failed, for the rank that made it fail."""
 
 _LONGEST_WAIT = 1.0
+_LOOK = _LONGEST_WAIT / 4
+"""Seconds between two looks at the other ranks during a task."""
 
 
 class Watch:
@@ -37,16 +43,19 @@ class Watch:
         OSError: a process could not be started.
     """
 
-    def __init__(self, start: Callable[[], Sequence[Worker]], on_failure: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, start: Callable[[], Sequence[AnyWorker]], on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         self._start = start
         self._on_failure = on_failure
         self._news = threading.Condition()
-        self._workers: dict[int, Worker] | None = None
+        self._workers: dict[int, AnyWorker] | None = None
         self._answers: dict[int, list[Message]] = {}
         self._failure: GroupFailed | None = None
         self._cause: tuple[float, GroupFailed] | None = None  # and when it is too late for another one
         self._refusal: BaseException | None = None
         self._task, self._deadline = "at the start", float("inf")
+        self._stopped, self._next_look = StoppedProcesses(), 0.0
         self._ends_at: float | None = None
         self._is_over = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -58,7 +67,7 @@ class Watch:
             raise self._refusal
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[AnyWorker]:
         """Those that were started."""
         return list((self._workers or {}).values())
 
@@ -122,9 +131,12 @@ class Watch:
         """End all ranks because of an error in this one; what has failed first."""
         failure = error if isinstance(error, GroupFailed) else GroupFailed(0, f"failed {self._task}: {_line(error)}")
         with self._news:
+            if self._is_over and self._cause is None:
+                return failure  # all have ended before
             if self._failure is None:
                 self._note(failure, is_consequence=isinstance(error, CollectiveFailed | ChannelClosed))
-                os.eventfd_write(self._wake, 1)
+                if not self._is_over:  # the thread has closed it then, and is about to say what has failed
+                    os.eventfd_write(self._wake, 1)
                 self._news.wait_for(lambda: self._failure is not None, timeout=10 * GRACE)
             return self._failure or failure
 
@@ -169,11 +181,11 @@ class Watch:
                     self._failure = self._cause[1]
                 self._news.notify_all()
 
-    def _watch(self, workers: Sequence[Worker]) -> None:
+    def _watch(self, workers: Sequence[AnyWorker]) -> None:
         """Return when all ranks are to be killed."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
-        ends = {worker.pidfd: worker for worker in workers}
+        ends = {worker.pidfd: worker for worker in workers if worker.pidfd >= 0}
         channels = {worker.channel.fileno(): worker for worker in workers}
         for descriptor in (*ends, *channels):
             poll.register(descriptor, select.POLLIN)
@@ -182,14 +194,21 @@ class Watch:
             for descriptor in sorted(self._events(poll), key=ends.__contains__):
                 if descriptor in channels and not self._hear(channels[descriptor]):
                     poll.unregister(descriptor)
+                    if channels[descriptor].pidfd < 0 and self._ends_at is None:
+                        self._note(self._ended(channels[descriptor]))
                 elif descriptor in ends and self._ends_at is None:
                     worker = ends[descriptor]
                     while self._hear(worker):
                         pass
-                    self._note(GroupFailed(worker.rank, f"{worker.name} {worker.how_it_ended()} {self._task}"))
+                    self._note(self._ended(worker))
             now = time.monotonic()
             if now >= self._deadline:
                 self._note(self._late(workers))
+            elif self._deadline < float("inf") and now >= self._next_look:
+                self._next_look = now + _LOOK
+                for worker in workers:
+                    if self._stopped.look(worker.pid):
+                        self._note(GroupFailed(worker.rank, f"{worker.name} was stopped {self._task}"))
             if self._cause is not None and now >= self._cause[0]:
                 return
         for worker in workers:
@@ -200,7 +219,7 @@ class Watch:
     def _events(self, poll: select.poll) -> list[int]:
         """Descriptors that have become readable, or none by the time of the next deadline."""
         until = min(self._deadline, self._cause[0] if self._cause else float("inf"))
-        longest = _LONGEST_WAIT if self._deadline == float("inf") else _LONGEST_WAIT / 4
+        longest = _LONGEST_WAIT if self._deadline == float("inf") else _LOOK
         seconds = min(max(until - time.monotonic(), 0.0), longest)
         events = [descriptor for descriptor, _ in poll.poll(seconds * 1000)]
         if self._wake in events:
@@ -208,7 +227,7 @@ class Watch:
             events.remove(self._wake)
         return events
 
-    def _hear(self, worker: Worker) -> bool:
+    def _hear(self, worker: AnyWorker) -> bool:
         """Take one message of a rank; False if there is none."""
         try:
             if not worker.channel.has_news:
@@ -236,7 +255,10 @@ class Watch:
             if known is None or (known[0] and not is_consequence):
                 self._cause = (time.monotonic() + GRACE if is_consequence else 0.0, failure)
 
-    def _late(self, workers: Sequence[Worker]) -> GroupFailed:
+    def _ended(self, worker: AnyWorker) -> GroupFailed:
+        return GroupFailed(worker.rank, f"{worker.name} {worker.how_it_ended()} {self._task}")
+
+    def _late(self, workers: Sequence[AnyWorker]) -> GroupFailed:
         """The failure of a deadline."""
         stopped = next((worker for worker in workers if worker.is_stopped), None)
         if stopped is not None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from ..process_state import process_state
 from .channel import Channel
 
 COMMAND = (sys.executable, "-P", "-m", "torch_pagoda.rank")
@@ -34,6 +34,11 @@ class Worker:
     channel: Channel
 
     @property
+    def pid(self) -> int:
+        """The process id."""
+        return self.process.pid
+
+    @property
     def name(self) -> str:
         """For messages, behind "rank n"."""
         return f"(pid {self.process.pid})"
@@ -41,11 +46,7 @@ class Worker:
     @property
     def is_stopped(self) -> bool:
         """A signal or a debugger holds it up."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] in "Tt"
+        return process_state(self.process.pid) in ("T", "t")
 
     def how_it_ended(self) -> str:
         """In words; waits for the end, which must have come."""

@@ -135,7 +135,6 @@ def test_architectures(kind: str, ranks: int, saved: Callable[[str], Path], seve
         {"async_scheduling": True},
         {"kv_cache_dtype": "int8"},
         {"preemption": "swap", "swap_space": "1MiB", "async_scheduling": True},
-        {"quantization": "int8-weight-only"},
         {"enable_prefix_caching": False},
     ],
     ids=str,

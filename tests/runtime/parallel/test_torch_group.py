@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -90,3 +91,27 @@ def test_a_rank_that_is_gone_is_an_error(meeting):
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(rank, range(2))
     assert first.startswith("rank 0 could not exchange") and second == "rank 1 has left the group"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_has_the_number_of_the_file_in_which_ranks_met_is_left_alone(tmp_path, size):
+    """torch opens that file again, by its name, when the group is freed; here the group is made, or nobody comes."""
+    meeting = os.memfd_create("meeting")
+    group = None
+    try:
+        group = TorchGroup.of_descriptor(meeting, 0, size, 0.2)
+    except CollectiveFailed as failed:
+        error = failed
+    os.close(meeting)
+    mine = tmp_path / "mine"
+    opened = [os.open(mine, os.O_RDWR | os.O_CREAT) for _ in range(4)]
+    assert meeting in opened
+    if group is not None:
+        group.close()
+        group.close()
+    else:
+        del error
+    gc.collect()
+    assert mine.read_bytes() == b""
+    for descriptor in opened:
+        os.close(descriptor)

@@ -170,6 +170,13 @@ def test_the_engines_figures_are_read_at_the_scrape():
     assert value(metrics, "vllm:num_requests_running") == 0
 
 
+def test_ranks_are_counted_where_there_are_several():
+    found = values(served(ranks=2, rank_restarts=3))
+    names = {name: amount for (name, _), amount in found.items() if "rank" in name}
+    assert names == {"pagoda:ranks": 2, "pagoda:rank_restarts_total": 3}
+    assert not [name for name, _ in values(served(**toy_engine().stats())) if "rank" in name]
+
+
 def test_slots_of_states_are_gauges_of_models_that_have_them():
     engine = toy_engine(ToyStateProgram(), max_num_seqs=4)
 

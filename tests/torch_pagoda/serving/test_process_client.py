@@ -72,7 +72,7 @@ class Served(ClientLoop):
 
     async def _start(self) -> ProcessClient:
         options = {"step_seconds": 0.005}
-        client = ProcessClient(TOY_ENGINE_ARGV, Start("toy", None, options), restarts=RestartLimit(1))
+        client = ProcessClient(TOY_ENGINE_ARGV, Start("toy", None, options), restarts=RestartLimit(2))
         await client.start()
         assert client.state == "loading"
         with pytest.raises(EngineUnavailable):
@@ -110,7 +110,7 @@ def test_signals_to_end_are_left_to_the_front(served: Served) -> None:
     served.run(client.ask("ping"))
 
 
-def test_a_stopped_engine_goes_on(served: Served) -> None:
+def test_an_engine_that_was_stopped_for_a_moment_goes_on(served: Served) -> None:
     client = served.client
 
     async def use() -> None:
@@ -129,7 +129,8 @@ def test_a_stopped_engine_goes_on(served: Served) -> None:
     served.run(use())
 
 
-def test_a_killed_engine_is_started_again_and_counts_on(served: Served) -> None:
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+def test_a_lost_engine_is_started_again_and_counts_on(served: Served, number: signal.Signals) -> None:
     client = served.client
 
     async def use() -> None:
@@ -144,7 +145,7 @@ def test_a_killed_engine_is_started_again_and_counts_on(served: Served) -> None:
         waiting = client.submit(Submit("s", [[1]], {"max_tokens": 120}))
         await stream.next()
         question = asyncio.ensure_future(client.ask("ping"))
-        os.kill(first, signal.SIGKILL)
+        os.kill(first, number)
         with pytest.raises(EngineDied):
             await read_all(stream)
         with pytest.raises(EngineDied):
@@ -155,7 +156,7 @@ def test_a_killed_engine_is_started_again_and_counts_on(served: Served) -> None:
         with pytest.raises(EngineUnavailable, match="loading"):
             client.submit(Submit("t", [[1]], {}))
         await client.wait_ready()
-        assert client.pid != first and client.stats["restarts"] == 1
+        assert client.pid != first and client.stats["restarts"] == before["restarts"] + 1
         assert all(client.stats[name] >= before[name] for name in ("steps", "generated_tokens", "finished_length"))
         await read_all(client.submit(Submit("r", [[1]], {"max_tokens": 7})))
         while client.stats["finished_length"] == before["finished_length"]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
+from ...runtime.process_state import StoppedProcesses
 from ...runtime.restart_limit import RestartLimit
 from .socket_client import SocketClient
 from .supervisor import EngineProcess
@@ -99,7 +100,8 @@ class ProcessClient(SocketClient):
             self._disconnect("the engine has ended")
 
     async def _watch(self, process: EngineProcess) -> None:
-        """Wait until the engine is lost: it says so, it has ended, or it is not ready in time."""
+        """Wait until the engine is lost: it says so, it has ended or is stopped, or it is not ready in time."""
+        stopped = StoppedProcesses()
         deadline = asyncio.get_running_loop().time() + self._load_seconds
         while not self._is_lost.is_set():
             try:
@@ -107,6 +109,9 @@ class ProcessClient(SocketClient):
             except TimeoutError:
                 if process.exit_status is not None:  # a process that it left behind may hold the socket open
                     self._lose("the engine has ended")
+                elif stopped.look(process.pid):
+                    self._lose("the engine was stopped by a signal")
+                    process.kill()  # it would not end by itself
                 elif self._state == "loading" and asyncio.get_running_loop().time() > deadline:
                     self._lose(f"the engine was not ready after {self._load_seconds:g} s")
 

@@ -101,6 +101,12 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
         "Restarts of the engine.",
         [({}, stats.get("restarts", 0))],
     )
+    if ranks := stats.get("ranks", 0):
+        yield labeled(GaugeMetricFamily, "pagoda:ranks", "Processes that run the model together.", [({}, ranks)])
+        restarts = [({}, stats.get("rank_restarts", 0))]
+        yield labeled(
+            CounterMetricFamily, "pagoda:rank_restarts", "Restarts of the ranks, without the engine's.", restarts
+        )
 
 
 def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
