@@ -56,7 +56,7 @@ FLOORS = {
             "npu_errors",
             "__init__ autocast blocks memory option phases private_folder processors restart_limit shown "
             "step_metadata token_bytes",
-            "cann_toolkit control_group npu_target state_tables window_blocks",
+            "cann_toolkit control_group npu_target process_state state_tables window_blocks",
         ),
     ),
     "serving": (

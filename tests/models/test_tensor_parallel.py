@@ -17,6 +17,7 @@ from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.load_options import LoadOptions
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.runtime.parallel import launch
+from torch_pagoda.runtime.parallel.torchrun import host_id
 from torch_pagoda.shipping import load_program, other_ranks
 
 from hf_reference import greedy_without_cache
@@ -180,7 +181,7 @@ def test_files_that_have_changed_are_refused(saved: Callable[[str], Path]) -> No
     program: Any = ()
     shipment = torch.frombuffer(bytearray(to_bytes(Shipment(program, Sources({}, {}, {}), True))), dtype=torch.uint8)
     values = {"model": str(saved("llama")), "dtype": "auto", "trust_remote_code": False, "files": [[0, 0, 0, 0]]}
-    values["processors"] = [sorted(os.sched_getaffinity(0))]
+    values |= {"processors": [sorted(os.sched_getaffinity(0))], "host": host_id()}
     group = LonelyGroup()
-    with pytest.raises(ValueError, match="have changed since rank 0 read them; start again"):
+    with pytest.raises(ValueError, match="are not those that rank 0 reads; copy them, or start again"):
         load_program(launch.Message("load", values, {"program": shipment}), group)  # type: ignore[arg-type]
