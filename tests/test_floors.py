@@ -20,7 +20,8 @@ FLOORS = {
             "llm",
             "reports",
             "npu_tools serving",
-            "compiled_model rendering",
+            "compiled_model rank rendering",
+            "shipping",
             "chat default_params options",
             "load_options",
             "checkpoint",
@@ -53,8 +54,8 @@ FLOORS = {
         ),
         *(
             "npu_errors",
-            "__init__ autocast blocks memory option phases private_folder processors restart_limit shown "
-            "step_metadata token_bytes",
+            "__init__ autocast blocks memory option phases private_folder process_state processors restart_limit "
+            "shown step_metadata token_bytes",
             "cann_toolkit control_group npu_target state_tables window_blocks",
         ),
     ),

@@ -148,7 +148,7 @@ def test_who_does_not_know_the_key_is_no_rank():
         for wrong in ("00" * 32, key):
             launched._get = lambda name, wrong=wrong: [address, port, wrong]  # type: ignore[method-assign]
             if wrong != key:
-                with pytest.raises(GroupFailed, match="rank 0 at .* does not answer"):
+                with pytest.raises(GroupFailed, match=r"rank 0 at .* does not answer"):
                     launched.join()
         launched._get = real  # type: ignore[method-assign]
         channel = launched.join()
