@@ -1,4 +1,4 @@
-"""``distributed_executor_backend``: processes of a launcher that run one script, and what is refused."""
+"""``distributed_executor_backend``: processes of a launcher that run a script, and what is refused before."""
 
 from __future__ import annotations
 

@@ -103,9 +103,11 @@ def _own_families(stats: Stats) -> Iterable[Metric]:
     )
     if ranks := stats.get("ranks", 0):
         yield labeled(GaugeMetricFamily, "pagoda:ranks", "Processes that run the model together.", [({}, ranks)])
-        restarts: list[tuple[dict[str, str], int | float]] = [({}, stats.get("rank_restarts", 0))]
         yield labeled(
-            CounterMetricFamily, "pagoda:rank_restarts", "Restarts of the ranks, without the engine's.", restarts
+            CounterMetricFamily,
+            "pagoda:rank_restarts",
+            "Restarts of the ranks without the engine's.",
+            [({}, stats.get("rank_restarts", 0))],
         )
 
 
