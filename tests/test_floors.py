@@ -41,7 +41,7 @@ FLOORS = {
         ),
         *("live_module", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
-    "passes": ("__init__", "rewrite", "lower proof recognize schedule", "graph"),
+    "passes": ("__init__", "rewrite", "lower proof recognize schedule sharding", "graph"),
     "runtime": (
         *(
             "engine",
@@ -54,9 +54,9 @@ FLOORS = {
         ),
         *(
             "npu_errors",
-            "__init__ autocast blocks memory option phases private_folder process_state processors restart_limit "
-            "shown step_metadata token_bytes",
-            "cann_toolkit control_group npu_target state_tables window_blocks",
+            "__init__ autocast blocks memory option phases private_folder processors restart_limit shown "
+            "step_metadata token_bytes",
+            "cann_toolkit control_group npu_target process_state state_tables window_blocks",
         ),
     ),
     "serving": (
