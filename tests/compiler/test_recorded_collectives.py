@@ -11,7 +11,7 @@ from torch_pagoda.compiler.targets.cpu.recorded_step import _Step
 from torch_pagoda.runtime.ops.collectives import GROUP, drop_group, set_group
 from torch_pagoda.runtime.ops.kernel_check import _arguments
 from torch_pagoda.runtime.ops.native import load_kernels
-from torch_pagoda.runtime.parallel.failure import GroupFailed
+from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.shared_group import SharedGroup
 
 pagoda = torch.ops.pagoda

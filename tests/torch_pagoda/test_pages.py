@@ -151,7 +151,7 @@ def test_requests_are_answered(page: str, server: str) -> None:
     [("pagoda.LLM(", "pagoda.LMM("), ("max_tokens=", "max_token="), ("llm.generate(", "llm.complete(")],
 )
 def test_broken_code_is_found(right: str, wrong: str, run_page: RunPage) -> None:
-    page = section(PAGES["README.md"], "Six ways to use it")
+    page = section(PAGES["README.md"], "Five ways to use it")
     assert right in page
     with pytest.raises((AttributeError, TypeError)):
         run_page(page.replace(right, wrong))

@@ -228,7 +228,8 @@ class _Recorder:
                 found = function(*args, **kwargs)
             for address in watch.taken:
                 self._holders.setdefault(address, 0)
-            if not watch.computes:
+            # A collective without a kernel of ours is no less of one.
+            if not watch.computes and (calls or function not in _COLLECTIVES):
                 self._calls += calls
                 return found
         else:
