@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 # Imported for the shapes of what the operators yield.
-import torch.distributed._functional_collectives  # noqa: F401
+import torch.distributed._functional_collectives
 from torch import fx
 
 from ....runtime.ops.collectives import beside_each_other
