@@ -14,7 +14,7 @@ from torch import fx
 from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import callee, module_path, shape, value
 from ...passes.graph.provenance import decoder_layers
-from ...runtime.cache.cache_specs import bytes_per_block, bytes_per_slot
+from ...runtime.cache.cache_specs import AnySpec, bytes_per_block, bytes_per_slot
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec
 from .layer_caches import all_caches
@@ -108,6 +108,7 @@ def rank_shares(
     sharded: TracedGraph,
     records: Sequence[PassRecord],
     representatives: Sequence[int],
+    lowered: TracedGraph,
 ) -> RankShares:
     """Compare one rank's graph with that of the whole model.
 
@@ -116,9 +117,10 @@ def rank_shares(
         sharded: the graph of a rank behind them.
         records: of these passes.
         representatives: for each layer of the whole model, the layer of the graphs that is like it.
+        lowered: the rank's finished graph, which may store less in its caches.
     """
     weights, held = _weights(unsharded, representatives), _weights(sharded, representatives)
-    before, after = all_caches(unsharded, representatives), all_caches(sharded, representatives)
+    before, after = _caches(*(all_caches(traced, representatives) for traced in (unsharded, sharded, lowered)))
     return RankShares(
         ranks=sharded.ranks,
         weight_bytes=sum(weight.size * weight.count for weight in weights.values()),
@@ -135,6 +137,24 @@ def rank_shares(
         state_bytes=bytes_per_slot(after),
         whole_state_bytes=bytes_per_slot(before),
     )
+
+
+def _caches(
+    whole: Sequence[AnySpec], parts: Sequence[AnySpec], lowered: Sequence[AnySpec]
+) -> tuple[list[AnySpec], list[AnySpec]]:
+    """Caches of the whole model and of a rank, as its finished graph stores them.
+
+    Latents, which replace the keys and values of all heads, are the same on every rank.
+    """
+    before: list[AnySpec] = []
+    for given, part, kept in zip(whole, parts, lowered, strict=True):
+        if not isinstance(kept, CacheSpec) or not isinstance(part, CacheSpec) or not isinstance(given, CacheSpec):
+            before.append(given)
+        elif kept.num_kv_heads == part.num_kv_heads:
+            before.append(replace(kept, num_kv_heads=given.num_kv_heads))
+        else:
+            before.append(kept)
+    return before, [kept if isinstance(kept, CacheSpec) else part for part, kept in zip(parts, lowered, strict=True)]
 
 
 def _weights(traced: TracedGraph, representatives: Sequence[int]) -> dict[str, WholeWeight]:
@@ -155,9 +175,7 @@ def _weights(traced: TracedGraph, representatives: Sequence[int]) -> dict[str, W
         reader = next(iter(node.users))
         layer = of.get(reader, OUTSIDE)
         sizes = tuple(map(int, shape(node)))
-        reason = (
-            "nothing reads a part of what it yields" if callee(reader) == "linear" else f"{callee(reader)} reads it"
-        )
+        reason = "read as a whole" if callee(reader) == "linear" else f"{callee(reader)} reads it"
         found[node.name] = WholeWeight(module_path(reader), sizes, size, times[layer], reason)
     return found
 

@@ -89,7 +89,7 @@ def requirements(
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
     if found.unsharded is not None:
         sharded, records = of_one_rank(found.unsharded, options)
-        shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives)
+        shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives, traced)
         weight_bytes += shares.rank_weight_bytes - shares.weight_bytes
     return Requirements(
         model=type(skeleton.model).__name__,

@@ -142,7 +142,7 @@ def explain(
     if found is not None and found.unsharded is not None:
         sharded, records = of_one_rank(found.unsharded, parsed)
         representatives = _representatives(skeleton, _layers(sharded, None))
-        explanation.shares = rank_shares(found.unsharded, sharded, records, representatives)
+        explanation.shares = rank_shares(found.unsharded, sharded, records, representatives, found.traced)
     if after is not None and after.npu is not None:
         layers = _layers(after, _layers(before, None) if before is not None else None)
         representatives = _representatives(skeleton, layers)

@@ -25,6 +25,7 @@ from ..passes import TracedGraph, UnsupportedModel
 from ..passes.graph.fx_nodes import value
 from ..passes.graph.provenance import DecoderLayers, decoder_layers
 from ..passes.lower.npu.decode_graph import decode_graph_or_reason
+from ..runtime.ops.collectives import GROUP
 from ..runtime.phases import phase
 from ..runtime.program import is_cache_input
 from .stored_formats import Formats, marks_of_layers, store_as, stored_formats
@@ -139,6 +140,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 group_size=options.group_size,
                 kv_cache_dtype=options.kv_cache_dtype,
                 input_bits=options.input_bits,
+                ranks=options.tensor_parallel_size,
                 formats=formats,
                 marks=marks_of_layers(model, formats),
             )
@@ -176,6 +178,7 @@ def convert_configuration(
     group_size: int | None = None,
     kv_cache_dtype: str = "auto",
     input_bits: int | None = None,
+    ranks: int = 1,
     formats: Formats | None = None,
     marks: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -187,6 +190,7 @@ def convert_configuration(
         dtype: dtype of its weights, ``bfloat16``.
         soc, cann, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
             ``CompileOptions``.
+        ranks: how many hold each layer together; the graph is that of one.
         formats: formats of its stored weights.
         marks: per decoder layer, what distinguishes it in addition to its configuration; () for nothing.
 
@@ -220,6 +224,7 @@ def convert_configuration(
         group_size=group_size,
         kv_cache_dtype=kv_cache_dtype,
         input_bits=input_bits,
+        tensor_parallel_size=ranks,
     )
     config = AutoConfig.from_pretrained(folder)
     built = getattr(importlib.import_module(module), name)
@@ -232,6 +237,7 @@ def convert_configuration(
         traced = run_pipeline(captured, options, None, CompileReport(name))
         decode, _ = decode_graph_or_reason(traced)
         kinds = [traced] if decode is None else [decode, traced]
+        stand_for_ranks(ranks)
         graphs = [convert(each.module, [value(node) for node in each.placeholders], soc=soc) for each in kinds]
     counted = [_launches(each, known, graph) for each, graph in zip(kinds, graphs, strict=True)]
     per_layer, per_step = counted[0]
@@ -246,6 +252,19 @@ def convert_configuration(
         "schedules": [(dict(schedule), dict(types)) for schedule, types in graphs[0].schedules()],
         "other_steps": max(types.total() for types in counted[1][0]) if counted[1:] else None,
     }
+
+
+def stand_for_ranks(count: int) -> None:
+    """Let this process be the first of a group of ranks that exchange nothing, so that collectives convert."""
+    if count == 1:
+        return
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _register_process_group
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not dist.is_initialized():
+        dist.init_process_group("fake", rank=0, world_size=count, store=FakeStore())
+    _register_process_group(GROUP, dist.group.WORLD)
 
 
 def _launches(traced: TracedGraph, known: DecoderLayers, graph: GeGraph) -> tuple[list[Counter[str]], Counter[str]]:
