@@ -260,12 +260,12 @@ PLACES = torch.arange(18, dtype=torch.int32)
             r"scale \(2,\) do not fit",
         ),
         (
-            lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 5])}),
-            "fill the 6",
+            lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([2, 7])}),
+            "within the 6 rows",
         ),
         (
             lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": torch.tensor([8, 6])}),
-            "fill the 6",
+            "within the 6 rows",
         ),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_list": None}), "group_list is None"),
         (lambda: npu.npu_grouped_matmul([X], [WEIGHT], **{**GROUPED, "group_type": None}), "group_type must be 0"),
