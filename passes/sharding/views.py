@@ -45,7 +45,7 @@ def _permute(walk: Walk, node: fx.Node, cut: Cut) -> None:
 
 def _unsqueeze(walk: Walk, node: fx.Node, cut: Cut) -> None:
     source, dim = node.args
-    place = dim % len(shape(node))  # type: ignore[operator]
+    place: int = dim % len(shape(node))  # type: ignore[operator, assignment]
     if cut.dim != place:
         walk.demand(source, node, cut.dim - (cut.dim > place), cut.indices)
     elif any(len(part) != 1 for part in cut.indices):
@@ -54,7 +54,7 @@ def _unsqueeze(walk: Walk, node: fx.Node, cut: Cut) -> None:
 
 def _squeeze(walk: Walk, node: fx.Node, cut: Cut) -> None:
     source, dim = node.args
-    place = dim % len(shape(source))  # type: ignore[operator]
+    place: int = dim % len(shape(source))  # type: ignore[operator, assignment]
     gone = len(shape(source)) > len(shape(node)) and cut.dim >= place
     walk.demand(source, node, cut.dim + gone, cut.indices)
 
@@ -124,7 +124,7 @@ def _place(held: Cut, piece: Cut) -> int:
 
 def _select(walk: Walk, node: fx.Node, cut: Cut) -> None:
     source, dim, _ = node.args
-    place = dim % len(shape(source))  # type: ignore[operator]
+    place: int = dim % len(shape(source))  # type: ignore[operator, assignment]
     walk.demand(source, node, cut.dim + (cut.dim >= place), cut.indices)
 
 
