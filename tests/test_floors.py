@@ -40,7 +40,7 @@ FLOORS = {
         ),
         *("live_module", "link options", "choices option_conflicts targets", "report tolerance user_passes weights"),
     ),
-    "passes": ("__init__", "rewrite", "lower proof recognize schedule", "graph"),
+    "passes": ("__init__", "rewrite", "lower proof recognize schedule sharding", "graph"),
     "runtime": (
         *(
             "engine",
