@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -75,7 +75,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
-_JOINT = {
+_JOINT: dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     _pagoda.all_reduce.default: _sum,
     _functional.all_reduce.default: _sum,
     _functional.all_gather_into_tensor.default: lambda parts: torch.cat(list(parts)),
