@@ -75,7 +75,8 @@ def sharded_row(name: str, model: Any, ranks: int) -> ShardedRow:
     report = CompileReport(name)
     options = CompileOptions(codegen="none", target="cpu", tensor_parallel_size=ranks)
     try:
-        traced = rewrite(capture(model), options, References(reference_of_model(model)), report).traced
+        reference = reference_of_model(model)  # first: some models settle into their final form at the first call
+        traced = rewrite(capture(model), options, References(reference), report).traced
     except UnsupportedModel as error:
         row.refused = " ".join(str(error).split())[:300]
         return row
