@@ -180,8 +180,16 @@ def test_a_group_that_keeps_failing_ends_every_request():
     assert engine.device_lost == "rank 0 failed in step 4: no step today"
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises, also where whatever started the tests has it ignored, as a shell does in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("ahead", [False, True])
-def test_ctrl_c_is_held_back_while_ranks_compute(ahead):
+def test_ctrl_c_is_held_back_while_ranks_compute(ahead, interruptible):
     leader, ranks = leading(attention)
     engine = Engine(leader, **SETTINGS, async_scheduling=ahead)
     left = [5]
