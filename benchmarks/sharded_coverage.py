@@ -85,8 +85,10 @@ def sharded_row(name: str, model: Any, ranks: int) -> ShardedRow:
     row.caches = _cut_caches(traced)
     row.whole = _whole_share(traced, model)
     row.reductions = sum("all_reduce" in str(node.target) for node in traced.graph.nodes)
-    record = next(record for record in report.passes if record.name == SHARDING)
-    row.reasons = dict(Counter(rejection.reason for rejection in record.rejections))
+    rejections = [each for record in report.passes if record.name == SHARDING for each in record.rejections]
+    row.reasons = dict(Counter(rejection.reason for rejection in rejections))
+    if not traced.notes.parts:
+        row.reasons["nothing is cut"] = 1
     return row
 
 

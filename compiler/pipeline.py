@@ -159,6 +159,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
     report.dropped_passes = dropped + report.dropped_passes
     if found.unsharded is not None:
         found = _of_ranks(captured, found.unsharded, stages, options, references, report)
+    if options.tensor_parallel_size > 1 and not found.traced.notes.parts:
+        log.warning("nothing of %s can be cut: each of its ranks holds and computes all of it", report.model)
     _hold_weights(found.traced, stages.weights, options.quantization, report)
     if found.captured is not found.traced:  # it is to run over the same weights
         found.captured.notes.of_layers = frozenset()

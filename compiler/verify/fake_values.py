@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import VMAP_BOUNDS, callee, is_tensor, value
 
@@ -20,13 +18,7 @@ def propagate(traced: TracedGraph) -> None:
         if vmaps or node.op not in ("call_function", "call_method") or not is_tensor(node):
             continue
         recorded = value(node)
-        try:
-            traced.propagate(node)
-        except (RuntimeError, ValueError):
-            if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
-                raise
-            node.target = torch.ops.aten.reshape.default  # what it views has other strides now
-            traced.propagate(node)
+        traced.propagate_or_copy(node)
         found = value(node)
         if found.dtype != recorded.dtype or found.dim() != recorded.dim():
             raise ValueError(

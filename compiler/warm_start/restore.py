@@ -143,6 +143,8 @@ def restore(
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
     for name, (dim, runs) in linkage.cuts.items():
+        if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
+            raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
         constants[name] = part_of(constants[name], Cut.of_runs(dim, runs, constants[name].shape[dim]), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)

@@ -142,11 +142,6 @@ def in_order(indices: Indices, size: int) -> bool:
     return np.array_equal(np.concatenate(indices), np.arange(size))
 
 
-def whole(size: int, ranks: int) -> Indices:
-    """All indices on every rank."""
-    return tuple(np.arange(size) for _ in range(ranks))
-
-
 def shifted(indices: Indices, by: int) -> Indices:
     """The same places in a larger dim, in which they begin at ``by``."""
     return tuple(np.where(part == ZERO, ZERO, part + by) for part in indices)

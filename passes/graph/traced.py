@@ -189,6 +189,16 @@ class TracedGraph:
                 result = node.target(*args, **kwargs)  # type: ignore[operator]
         node.meta["example_value"] = result
 
+    def propagate_or_copy(self, node: fx.Node) -> None:
+        """The same; a view that new strides do not allow becomes a reshape, which copies."""
+        try:
+            self.propagate(node)
+        except (RuntimeError, ValueError):
+            if node.target not in (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default):
+                raise
+            node.target = torch.ops.aten.reshape.default
+            self.propagate(node)
+
     def add_constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
         """A new graph input that always receives ``tensor``."""
         self.constants[name] = tensor

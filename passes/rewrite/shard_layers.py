@@ -69,7 +69,7 @@ def shard_layers(traced: TracedGraph) -> PassRecord:
             continue
         try:
             if node.target is _aten.linear.default and _is_computed(node.args[0]):
-                walk = _closed_by(traced, node, record)
+                walk = _closed_by(traced, node)
             elif node.target is _pagoda.moe.default:
                 spread_experts(walk := _walk(traced), node)
             else:
@@ -98,7 +98,7 @@ def _walk(traced: TracedGraph, *, gathers: bool = False) -> Walk:
     return Walk(traced, traced.ranks, _RULES, _ITEMS, gathers=gathers)
 
 
-def _closed_by(traced: TracedGraph, linear: fx.Node, record: PassRecord) -> Walk | None:
+def _closed_by(traced: TracedGraph, linear: fx.Node) -> Walk | None:
     """The region that a linear closes; None where nothing is computed between it and the linears before.
 
     Raises:
@@ -157,7 +157,6 @@ def _apply(traced: TracedGraph, walks: list[tuple[fx.Node, Walk]]) -> None:
     _propagate(traced)
     _join_reductions(traced)
     eliminate_dead_code(traced.graph)
-    _propagate(traced)
 
 
 def _hold_parts(traced: TracedGraph, walks: list[Walk]) -> None:
@@ -262,17 +261,11 @@ def _constant(traced: TracedGraph, name: str, whole: torch.Tensor, cut: Cut) -> 
 
 
 def _propagate(traced: TracedGraph) -> None:
-    """Compute all fake values anew; a view that new strides do not allow becomes a reshape, which copies."""
+    """Compute all fake values anew, those of operators with several results among them."""
     for node in traced.graph.nodes:
         if node.op != "call_function":
             continue
-        try:
-            traced.propagate(node)
-        except (RuntimeError, ValueError):
-            if node.target not in (_aten.view.default, _aten._unsafe_view.default):
-                raise
-            node.target = _aten.reshape.default
-            traced.propagate(node)
+        traced.propagate_or_copy(node)
 
 
 def _join_views(graph: fx.Graph) -> None:

@@ -27,7 +27,7 @@ ARCHITECTURES = (
     *("llama", "gpt2", "falcon", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v32"),
     *("qwen3_5_text", "nemotron_h", "mamba", "olmo2", "mixtral", "cohere2", "bloom"),
 )
-SIZES: dict[str, Any] = {"block_size": 16, "num_blocks": 40, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 LENGTHS = (4, 70, 21, 9, 40)
 """Of prompts: some are cut into chunks, and not all fit into the cache together."""
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -64,10 +64,10 @@ def tokens(outputs: list[Any]) -> list[list[list[int]]]:
 
 
 def served(folder: Path, ranks: int, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Greedy tokens, samples of two and beams of all prompts, the first of them twice; and figures of the engine."""
+    """Greedy tokens, samples of two and beams of all prompts, one of them twice more; and figures of the engine."""
     with pagoda.LLM(folder, tensor_parallel_size=ranks, **SIZES, **options) as llm:
         greedy = tokens(llm.generate(prompts(), GREEDY))
-        again = tokens(llm.generate(prompts()[1:2], GREEDY))
+        again = [tokens(llm.generate(prompts()[1:2], GREEDY)) for _ in range(2)]
         sampled = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, ignore_eos=True)
         pairs = tokens(llm.generate(prompts()[:2], sampled))
         beams = llm.beam_search(prompts()[2:4], pagoda.BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True))
@@ -88,7 +88,8 @@ def check(kind: str, ranks: int, folder: Path, **options: Any) -> dict[str, Any]
 
 
 def test_two_ranks_serve_the_tokens_of_transformers(saved: Callable[[str], Path]) -> None:
-    check("llama", 2, saved("llama"))
+    stats = check("llama", 2, saved("llama"))
+    assert stats["preemptions"] and stats["prefix_hit_tokens"]
 
 
 @pytest.mark.parametrize(
