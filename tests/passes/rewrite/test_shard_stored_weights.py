@@ -1,0 +1,61 @@
+"""Weights as quantized checkpoints store them, held in parts by several ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from quantized_checkpoints import FORMATS, quantize_folder
+
+from torch_pagoda.checkpoint.loading import load_model
+from torch_pagoda.compiler.capture.trace import capture
+from torch_pagoda.compiler.options import CompileOptions
+from torch_pagoda.compiler.pipeline import References, rewrite
+from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.verify.self_check import reference_of_model
+from torch_pagoda.passes import TracedGraph, UnsupportedModel
+from torch_pagoda.passes.graph.cut import Cut
+from torch_pagoda.passes.rewrite import shard_layers
+from torch_pagoda.passes.sharding.walk import SHARDED
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+
+from tiny_models import build_tiny_model
+
+pagoda = torch.ops.pagoda
+
+
+def cut(folder: Path, name: str) -> TracedGraph:
+    """The graph of the first of two ranks, which have been compared with the model."""
+    build_tiny_model("gpt_oss" if FORMATS[name].of_experts else "llama").save_pretrained(folder)
+    quantize_folder(folder, name)
+    model: Any = load_model(folder, "auto", False, torch.device("cpu"))
+    options = CompileOptions(codegen="none", target="cpu", tensor_parallel_size=2)
+    report = CompileReport(name)
+    reference = reference_of_model(model)
+    traced = rewrite(capture(model), options, References(reference), report).traced
+    assert report.verdict is not None
+    assert report.verdict.ok
+    return traced
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_cut_throughout(name: str, tmp_path: Path) -> None:
+    traced = cut(tmp_path, name)
+    attention = [node for node in traced.graph.nodes if node.target is pagoda.paged_attention.default]
+    assert len(attention) == 2
+    assert all(node.meta.get(SHARDED) for node in attention)
+    assert any(isinstance(part.whole, StoredWeight) for part in traced.notes.parts.values())
+
+
+def test_scales_of_the_next_group_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = shard_layers.part_of
+
+    def shifted(tensor: torch.Tensor, held: Cut, rank: int) -> torch.Tensor:
+        part = hold(tensor, held, rank)
+        return part.replaced(scales=part.scales.roll(1, -1)) if isinstance(part, StoredWeight) else part
+
+    monkeypatch.setattr(shard_layers, "part_of", shifted)
+    with pytest.raises(UnsupportedModel, match="the ranks together are not exact"):
+        cut(tmp_path, "ct-w4a16")
