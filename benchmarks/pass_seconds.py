@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.passes import PASSES, Pass, TracedGraph
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))

@@ -22,7 +22,7 @@ from .capture.exchanged_functions import keep_exchanged
 from .capture.module_scalars import recover_module_scalars
 from .option_conflicts import check_conflicts
 from .options import CompileOptions, selected_passes
-from .pipeline import apply_one_by_one
+from .pass_runs import apply_one_by_one
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
 from .targets.npu.ge.ge_route import GeGraphs

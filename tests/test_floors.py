@@ -36,6 +36,7 @@ FLOORS = {
             "build",
             "backend costs warm_start",
             "pipeline",
+            "pass_runs",
             "calibrate verify",
             "capture",
         ),

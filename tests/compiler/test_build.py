@@ -12,7 +12,7 @@ from torch_pagoda import passes
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, build, options, pipeline
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import link
-from torch_pagoda.compiler.pipeline import PassError
+from torch_pagoda.compiler.pass_runs import PassError
 from torch_pagoda.compiler.verify.graph_check import check_own_weights
 from torch_pagoda.compiler.verify.long_windows import check_long_windows
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model

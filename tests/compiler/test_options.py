@@ -9,7 +9,7 @@ from aten_graphs import aten_of_tiny_model
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.backend import pagoda
 from torch_pagoda.compiler.options import selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.compiler.targets.cpu.inductor import is_fusible
 from torch_pagoda.compiler.user_passes import register_pass
 from torch_pagoda.passes import PASSES

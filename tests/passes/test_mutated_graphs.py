@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.compiler.verify.fake_values import propagate
 from torch_pagoda.passes.graph.fx_nodes import callee, value
 

@@ -10,7 +10,7 @@ import torch
 from aten_graphs import aten_of_module
 
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.compiler.user_passes import register_pass, unregister_pass, with_user_passes
 from torch_pagoda.passes import PASSES, PassRecord
 from torch_pagoda.runtime.npu_target import NpuTarget

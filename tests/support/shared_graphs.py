@@ -28,12 +28,12 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from torch_pagoda.compiler import build, pipeline
+from torch_pagoda.compiler import build, pass_runs, pipeline
 from torch_pagoda.compiler.capture import aten, trace
 from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.compiler.live_module.describer import CannotIdentify, Describer
 from torch_pagoda.compiler.live_module.forward_reads import ForwardReads
-from torch_pagoda.compiler.pipeline import run_passes as run_passes_anew
+from torch_pagoda.compiler.pass_runs import run_passes as run_passes_anew
 from torch_pagoda.compiler.verify import dump
 from torch_pagoda.compiler.warm_start.identity import add_model, modes
 from torch_pagoda.compiler.weights.tensor_contents import module_tensors, update_whole
@@ -116,7 +116,7 @@ def capture(model: nn.Module) -> Captured:
 
 
 def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
-    """As ``pipeline.run_passes``; those that are not for an NPU and hold no weights are applied to an equal graph
+    """As ``pass_runs.run_passes``; those that are not for an NPU and hold no weights are applied to an equal graph
     once."""
     stored = any(isinstance(tensor, StoredWeight) for tensor in traced.constants.values())
     apart = any(entry.stage == "weights" or entry.target == "npu" or entry not in PASSES for entry in passes)
@@ -142,7 +142,7 @@ def run_passes(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
 
 
 def _run_for_any_npu(traced: TracedGraph, passes: Sequence[Pass]) -> list[PassRecord]:
-    """As ``pipeline.run_passes``, over an NPU that nothing can be asked of: what they make is shared by all chips."""
+    """As ``run_passes``, over an NPU that nothing can be asked of: what they make is shared by all chips."""
     npu = traced.npu
     traced.npu = None if npu is None else object()  # type: ignore[assignment]
     try:
@@ -186,7 +186,8 @@ def share_graphs(patch: pytest.MonkeyPatch, on_disk: GraphsOnDisk | None = None)
     patch.setattr(sys.modules[__name__], "_on_disk", on_disk)
     explain = import_module("torch_pagoda.reports.explain")  # hidden by the function of that name
     patch.setattr(build, "capture", capture)
-    patch.setattr(pipeline, "run_passes", run_passes)
+    for module in (pass_runs, pipeline):
+        patch.setattr(module, "run_passes", run_passes)
     patch.setattr(pipeline, "to_aten", to_aten)
     patch.setattr(explain, "capture", capture)
     patch.setattr(explain, "to_aten", to_aten)

@@ -14,7 +14,7 @@ from torch._guards import tracing
 from torch_pagoda.compiler.capture import aten
 from torch_pagoda.compiler.capture.trace import capture
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.passes.graph.fx_nodes import mutated_arguments, value
 
 from tiny_models import build_tiny_model

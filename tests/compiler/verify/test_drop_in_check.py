@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_pagoda.compiler import pipeline
+from torch_pagoda.compiler import pass_runs
 from torch_pagoda.compiler.verify.drop_in_check import difference
 
 from tiny_models import build_tiny_model
@@ -109,7 +109,7 @@ def test_what_is_no_number_is_found(value, rows):
 @HALF_AND_SINGLE
 def test_a_wrong_scale_is_not_used(dtype, monkeypatch, caplog):
     """2 % are less than what rounding to bfloat16 does to the logits."""
-    run = pipeline.run_passes
+    run = pass_runs.run_passes
 
     def with_wrong_scale(traced, passes):
         records = run(traced, passes)
@@ -119,7 +119,7 @@ def test_a_wrong_scale_is_not_used(dtype, monkeypatch, caplog):
                 node.args = (*node.args[:place], node.args[place] * 1.02, *node.args[place + 1 :])
         return records
 
-    monkeypatch.setattr(pipeline, "run_passes", with_wrong_scale)
+    monkeypatch.setattr(pass_runs, "run_passes", with_wrong_scale)
     torch._dynamo.reset()
     model = build_tiny_model("llama").to(dtype)
     for layer in model.model.layers:  # attention that looks somewhere

@@ -7,8 +7,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torch_pagoda.compiler.verify import float32_run
+from torch_pagoda.compiler.verify.deferred_weights import ChangedWeight
 from torch_pagoda.compiler.verify.float32_run import Float32Graph
-from torch_pagoda.compiler.verify.graph_check import ChangedWeight
 
 from toy_lm import ToyLM, captured, sdpa
 

@@ -8,7 +8,7 @@ from aten_graphs import aten_of_module, aten_of_tiny_model, run_graph
 from torch import fx, nn
 from torch.nn import functional as F
 
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.passes import PASSES, TracedGraph
 from torch_pagoda.passes.graph.fx_nodes import callee
 from torch_pagoda.passes.rewrite.remove_noops import remove_noops

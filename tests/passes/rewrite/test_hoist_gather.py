@@ -9,7 +9,7 @@ from torch import fx
 
 from torch_pagoda.compiler.link.linker import link
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes.graph.fx_nodes import callee, shape
 from torch_pagoda.passes.rewrite.hoist_gather import hoist_gather

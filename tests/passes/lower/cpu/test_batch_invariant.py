@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch_pagoda.compiler.costs.flops import flops
 from torch_pagoda.compiler.costs.traffic import Step
 from torch_pagoda.compiler.options import CompileOptions, selected_passes
-from torch_pagoda.compiler.pipeline import run_passes
+from torch_pagoda.compiler.pass_runs import run_passes
 from torch_pagoda.passes import UnsupportedModel
 from torch_pagoda.passes.lower.cpu.batch_invariant import make_batch_invariant
 from torch_pagoda.passes.recognize.linear import recognize_linear
