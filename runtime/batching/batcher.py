@@ -12,6 +12,7 @@ from collections.abc import Callable
 from ..blocks import BlockManager
 from ..requests.checks import check_at_least
 from ..requests.request import FinishReason, Request, RequestStatus
+from .cache_events import CacheEvents
 from .modes import Batches
 from .planner import Planner
 from .policies import FirstComeFirstServed, Policy
@@ -89,6 +90,8 @@ class Batcher:
         self.policy: Policy = FirstComeFirstServed() if policy is None else policy
         self.max_queue = max_queue
         self._arrivals = 0
+        self.cache_events: CacheEvents | None = None
+        """The collector of the prefix cache's changes, if somebody wants them."""
         self._prefixes = SharedPrefixes(block_manager, self.policy, key_variant)
         self._queues = RequestQueues(self.policy, self._prefixes)
         self._snapshots: Snapshots | None = None
@@ -278,6 +281,8 @@ class Batcher:
         if self.block_manager.enable_prefix_caching:
             known = min(computed, request.num_tokens)
             self._prefixes.extend(request, known)
+            if self.cache_events is not None:
+                self.cache_events.describe(request, known)
             self.block_manager.commit(request.request_id, request.block_hashes, known)
 
     def rewind(self, request: Request, num_tokens: int) -> None:

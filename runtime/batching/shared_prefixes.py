@@ -43,8 +43,7 @@ class SharedPrefixes:
         if num_tokens // size <= len(hashes):
             return
         first = len(hashes) * size
-        variant = self.key_variant(request)
-        start = chain_start(f"{len(variant)}/{variant}{request.cache_salt}")
+        start = chain_start(request.cache_salt, self.key_variant(request))
         extend_chain(hashes, request.tokens(first, num_tokens), first, size, start)
 
     def next(self, waiting: WaitingQueue) -> Request:

@@ -11,8 +11,14 @@ import numpy.typing as npt
 _DIGEST = 16  # bytes; two of 2**32 blocks agree by chance once in 2**64 caches
 
 
-def chain_start(salt: str) -> bytes:
-    """Return the hash that starts a sequence's chain. Sequences with different salts share nothing."""
+def chain_start(salt: str, variant: str = "") -> bytes:
+    """Return the hash that starts a sequence's chain. Sequences with different salts or variants share nothing.
+
+    Args:
+        salt: chosen by who sends the request.
+        variant: what its keys depend on in addition to its tokens.
+    """
+    salt = f"{len(variant)}/{variant}{salt}"
     return hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=_DIGEST, person=b"pagoda-salt").digest()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 NULL_BLOCK = -1
 """Entry of a block table whose block left the sliding window and was released."""
@@ -28,6 +28,8 @@ class BlockPool:
         num_blocks: current number of blocks.
         max_blocks: largest number of blocks.
         evictions: number of cached blocks evicted so far.
+        on_change: called with a content that became findable (True) or was forgotten (False), and with None when all
+            contents were forgotten.
         peak_used: most blocks used at once.
     """
 
@@ -36,6 +38,7 @@ class BlockPool:
             raise ValueError(f"num_blocks={num_blocks} is below 1; use at least one block")
         self.evictions = 0
         self.peak_used = 0
+        self.on_change: Callable[[bytes | None, bool], None] | None = None
         self._refs: list[int] = []
         self._free: dict[int, None] = {}  # the last entry is the next to be allocated
         self._cached: OrderedDict[int, None] = OrderedDict()  # the first entry is the next to be evicted
@@ -50,9 +53,7 @@ class BlockPool:
         self._refs = [0] * self.num_blocks
         self._free = dict.fromkeys(range(self.num_blocks - 1, -1, -1))
         self._cached.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
-        self._value_of.clear()
+        self._forget_contents()
 
     @property
     def num_free(self) -> int:
@@ -164,6 +165,8 @@ class BlockPool:
             self._block_of[content] = block
             if value:
                 self._value_of[block] = value
+            if self.on_change is not None:
+                self.on_change(content, True)
 
     def num_available_for(self, value: int) -> int:
         """Return how many blocks ``take`` can return without evicting one of a higher value; O(cached blocks)."""
@@ -183,15 +186,15 @@ class BlockPool:
         if content is not None:
             del self._block_of[content]
             self._value_of.pop(block, None)
+            if self.on_change is not None:
+                self.on_change(content, False)
 
     def forget_all(self) -> None:
         """Drop the content of all blocks; cached ones become free."""
         for block in self._cached:
             self._free[block] = None
         self._cached.clear()
-        self._hash_of.clear()
-        self._block_of.clear()
-        self._value_of.clear()
+        self._forget_contents()
 
     def lookup(self, content: bytes) -> int | None:
         """Return the used or cached block with that content, or None."""
@@ -240,9 +243,9 @@ class BlockPool:
         for source, target in moves.items():
             if not self.refs(source) and source not in moved:
                 raise ValueError(f"source={source} has no content to move")
-            holders, content, value = self._refs[source], self._hash_of.get(source), self._value_of.get(source)
+            holders, content = self._refs[source], self._hash_of.pop(source, None)
+            value = self._value_of.pop(source, None)
             self.take_these([target])
-            self.forget(source)
             self._refs[target], self._refs[source] = holders, 0
             if content is not None:
                 self._hash_of[target], self._block_of[content] = content, target
@@ -306,6 +309,13 @@ class BlockPool:
             raise RuntimeError("a cached block has no hash, or a free one has")
         if not self._value_of.keys() <= self._hash_of.keys():
             raise RuntimeError("a block without a hash has a value")
+
+    def _forget_contents(self) -> None:
+        self._hash_of.clear()
+        self._block_of.clear()
+        self._value_of.clear()
+        if self.on_change is not None:
+            self.on_change(None, False)
 
     def _evict_oldest(self) -> int:
         if self._value_of:

@@ -9,6 +9,7 @@ from weakref import proxy
 
 from ..autocast import without_autocast
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
+from ..batching.cache_events import CacheEvents
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot
@@ -171,6 +172,15 @@ class EngineBase:
         """Forget all cached prefixes, as is needed when weights change. An ``LLM`` does it by itself when a weight is
         written to in place; writing to ``.data`` goes unseen."""
         self._core.turns.take(self._core.forget_prefixes)
+
+    def watch_prefix_cache(self, *, with_tokens: bool = False) -> CacheEvents:
+        """Collect the changes of the prefix cache from now on; see ``CacheEvents``.
+
+        Raises:
+            ValueError: prefix caching is off, or tokens are asked of a model with states alone.
+        """
+        self.batcher.cache_events = CacheEvents(self.block_manager, with_tokens=with_tokens)
+        return self.batcher.cache_events
 
     def defragment(self) -> int:
         """Move used and cached blocks of the KV cache to its front, with the next step; returns how many move.

@@ -59,6 +59,10 @@ class FakeEngine:
     died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def stats_of_engines(self) -> list[Mapping[str, int | float]]:
+        return [self.stats]
+
+    @property
     def hello(self) -> Hello:
         if self.state == "loading":
             raise EngineUnavailable("loading", "the engine loads")

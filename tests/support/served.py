@@ -82,10 +82,14 @@ class Served:
         with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
             return json.load(response)
 
+    def text(self, path: str) -> str:
+        """Text of a path."""
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE) as response:
+            return str(response.read().decode())
+
     def figure(self, name: str) -> float:
         """A metric without labels, or with the model's alone."""
-        with urllib.request.urlopen(self.url + "/metrics", timeout=PATIENCE) as response:
-            text = response.read().decode()
+        text = self.text("/metrics")
         return float(re.search(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
     def becomes_idle(self) -> None:

@@ -36,7 +36,8 @@ def main(fd: int) -> int:
 
     program.warm_up = warm_up  # type: ignore[attr-defined]
     program.before_call = lambda tokens: time.sleep(seconds)
-    return Worker(toy_engine(program, **options), sock, model=start.model).run()
+    engine = toy_engine(program, **options)
+    return Worker(engine, sock, model=start.model, reports_cache=start.reports_cache).run()
 
 
 if __name__ == "__main__":

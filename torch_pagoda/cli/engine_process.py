@@ -43,6 +43,8 @@ def main(fd: int) -> int:
         return EXIT_BAD_MESSAGE
     if start is None:
         return EXIT_DONE
+    if start.processors:  # before torch counts them
+        os.sched_setaffinity(0, start.processors)
     handler = logging.StreamHandler()
     handler.setFormatter(formatter("json" if start.log_format == "json" else "text"))
     logging.basicConfig(level=start.log_level, handlers=[handler])
@@ -63,11 +65,25 @@ def main(fd: int) -> int:
         with one_line_errors(debug=False), show_phases(start.model):
             bind_to_node_of(resolve_device(start.options.get("device", "auto")))
             llm = LLM(start.model, start.tokenizer, **start.options)
+            publisher = None
+            if start.kv_events is not None:
+                from ..serving.engine_process.kv_events import KvEventPublisher, KvEventsConfig
+
+                config = KvEventsConfig.from_dict(start.kv_events)
+                publisher = KvEventPublisher(config, llm.block_manager.block_size, start.data_parallel_rank)
     except typer.Exit as end:
         return end.exit_code
     llm.prepare_structured_outputs()
     freeze_objects()
-    return Worker(llm, sock, model=start.model, default_params=llm.recommended_params).run()
+    worker = Worker(
+        llm,
+        sock,
+        model=start.model,
+        default_params=llm.recommended_params,
+        reports_cache=start.reports_cache,
+        publisher=publisher,
+    )
+    return worker.run()
 
 
 def _read_start(sock: socket.socket) -> Start | None:

@@ -22,8 +22,8 @@ _NEEDED = ("fastapi", "uvicorn", "httptools", "msgspec", "prometheus_client", "m
 _PANELS = (
     (
         "Server",
-        "host port uds served_model_name restart_engine no_ui root_path ssl_certfile ssl_keyfile ssl_ca_certs "
-        "log_format log_requests metrics_prefix trace_endpoint enable_admin config",
+        "host port uds served_model_name data_parallel_size restart_engine no_ui root_path ssl_certfile ssl_keyfile "
+        "ssl_ca_certs kv_events_config log_format log_requests metrics_prefix trace_endpoint enable_admin config",
     ),
     ("Access", "api_key api_key_file protect_metrics isolate_keys allowed_origins allowed_hosts"),
     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -82,6 +83,12 @@ class ServeOptions(EngineCommandOptions):
     """Options of ``pagoda serve``, in addition to the server's settings and the keyword arguments of ``LLM``."""
 
     served_model_name: list[str] | None = option(None, "Name of the model for clients; repeatable.", metavar="NAME")
+    data_parallel_size: int = option(
+        1,
+        "Engines that share the requests, each with a part of the processors.",
+        flags=("--data-parallel-size", "-dp"),
+    )
+    kv_events_config: str | None = option(None, "vLLM's KV events (JSON).", metavar="JSON")
     restart_engine: int = option(3, "Starts of another engine in 10 minutes.")
     no_ui: bool = option(False, "No chat page at /.")
     ssl_certfile: Path | None = option(None, "Certificate, for https.", metavar="FILE")
@@ -100,6 +107,32 @@ class ServeOptions(EngineCommandOptions):
     default_chat_template_kwargs: str | None = option(None, "Chat-template variables (JSON).", metavar="JSON")
     generation_config: str = option("auto", "The model's defaults: auto, a folder, none.")
     verbose: bool = option(False, "Log more, to stderr.", flags=("--verbose", "-v"))
+
+    def kv_events(self, engine: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The fields of ``KvEventsConfig``; None: nothing is published.
+
+        Args:
+            engine: keyword arguments of ``LLM``.
+
+        Raises:
+            ValueError: an unknown key, an invalid value, no pyzmq, or no prefix caching.
+        """
+        if self.kv_events_config is None:
+            return None
+        from ..serving.engine_process.kv_events import KvEventsConfig
+
+        values = json_object("--kv-events-config", self.kv_events_config)
+        try:
+            config = KvEventsConfig.from_dict(values)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"--kv-events-config: {error}") from error
+        if not config.publishes:
+            return None
+        if not engine.get("enable_prefix_caching", True):
+            raise ValueError("--kv-events-config needs prefix caching; leave out --no-enable-prefix-caching")
+        if importlib.util.find_spec("zmq") is None:
+            raise ValueError("--kv-events-config needs pyzmq; install it: pip install 'torch-pagoda[kv-events]'")
+        return values
 
 
 def make_settings(

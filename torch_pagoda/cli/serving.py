@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
 from fastapi import FastAPI
+from msgspec.structs import replace as replace_fields
 from transformers.utils import logging as transformers_logging
 
 from ..checkpoint.configs import load_tokenizer
+from ..device import resolve_device
 from ..runtime.engine.engine_options import EngineOptions
+from ..runtime.processors import shares
 from ..runtime.restart_limit import RestartLimit
 from ..serving.app import make_app
+from ..serving.engine_process.pool_client import PoolClient
 from ..serving.engine_process.process_client import ProcessClient
 from ..serving.engine_process.wire import Start
 from ..serving.formats.registry import AnyFormat, resolve
@@ -48,12 +53,15 @@ class Glue:
         _check_choice("--log-format", own.log_format, get_args(LogFormat))
         _check_choice("--log-requests", own.log_requests, get_args(LogRequests))
         _set_up_logs(own.log_format, own.verbose)
-        sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
+        engines = own.data_parallel_size
+        _check_engines(engines, options)
+        sequences = engines * options.get("max_num_seqs", EngineOptions.max_num_seqs)
         queue = QUEUE_PER_SEQUENCE * sequences if settings.max_queue is None else settings.max_queue
         # What comes between two steps of the engine waits there all at once: the server's limit holds, not this.
         self._options = {**options, "max_queue": queue + sequences}
         self._settings = replace(settings, max_queue=queue)
         self._model, self._own = model, own
+        self._kv_events = own.kv_events(options)
         self._sock = bind(settings)
         if not sys.stderr.isatty():
             transformers_logging.disable_progress_bar()
@@ -90,8 +98,7 @@ class Glue:
             return runner.run(self._serve(say))
 
     async def _serve(self, say: Callable[[str], None]) -> int:
-        start = Start(self._model, self._own.tokenizer, self._options, log_format=self._own.log_format)
-        client = ProcessClient(engine_argv(), start, restarts=RestartLimit(self._own.restart_engine))
+        client = self._client()
         server = Server(self._app(client), client, self._settings, self._sock, self._tls)
         await client.start()
 
@@ -100,6 +107,29 @@ class Glue:
             say(f"pagoda: serving {self._settings.model_name} on {address}")
 
         return await server.run(ready)
+
+    def _client(self) -> ProcessClient | PoolClient:
+        count = self._own.data_parallel_size
+        start = Start(
+            self._model,
+            self._own.tokenizer,
+            self._options,
+            log_format=self._own.log_format,
+            reports_cache=count > 1 and self._options.get("enable_prefix_caching", True),
+            kv_events=self._kv_events,
+        )
+        if count == 1:
+            return self._process_client(start)
+        parts = [sorted(share) for share in shares(count)]
+        return PoolClient(
+            [
+                self._process_client(replace_fields(start, processors=processors, data_parallel_rank=number))
+                for number, processors in enumerate(parts)
+            ]
+        )
+
+    def _process_client(self, start: Start) -> ProcessClient:
+        return ProcessClient(engine_argv(), start, restarts=RestartLimit(self._own.restart_engine))
 
     def _app(self, client: StartedClient) -> FastAPI:
         endpoint = self._own.trace_endpoint
@@ -110,6 +140,26 @@ class Glue:
             formats=self._formats,
             log=RequestLog(self._own.log_requests),
             tracer=None if endpoint is None else RequestTracer.to_endpoint(endpoint),
+        )
+
+
+def _check_engines(count: int, options: Mapping[str, Any]) -> None:
+    """Refuse more engines than there are processors for.
+
+    Raises:
+        ValueError: too few processors, or an NPU, of which one server drives a single device.
+    """
+    if count < 1:
+        raise ValueError(f"--data-parallel-size {count} is below 1; use 1 or more")
+    if count == 1:
+        return
+    if resolve_device(options.get("device", "auto")).type != "cpu":
+        raise ValueError(f"--data-parallel-size {count} runs on CPUs only so far; start one server for each device")
+    needed, there = count * options.get("tensor_parallel_size", 1), len(os.sched_getaffinity(0))
+    if needed > there:
+        raise ValueError(
+            f"--data-parallel-size {count} needs {needed} processors, one for each rank, and this process may use "
+            f"{there}; lower it"
         )
 
 

@@ -43,7 +43,7 @@ def test_a_block_is_found_only_after_it_is_computed():
     run(batcher, batcher.schedule())
     tokens = list(range(20))
     hashes: list[bytes] = []
-    extend_chain(hashes, tokens, 0, 4, chain_start("0/"))
+    extend_chain(hashes, tokens, 0, 4, chain_start(""))
     assert batcher.block_manager.find_prefix(hashes).num_blocks == 2
     batcher.schedule()
     assert batcher.block_manager.find_prefix(hashes).num_blocks == 2, "planned is not computed"

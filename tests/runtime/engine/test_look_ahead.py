@@ -79,7 +79,7 @@ def audited(engine: Engine) -> Iterator[None]:
         for completion in steps.state.completions.values():
             request, hashes = completion.request, list[bytes]()
             extend_chain(
-                hashes, request.tokens(0, request.num_tokens), 0, engine.block_manager.block_size, chain_start("0/")
+                hashes, request.tokens(0, request.num_tokens), 0, engine.block_manager.block_size, chain_start("")
             )
             assert request.block_hashes == hashes[: len(request.block_hashes)], "hashed before it was known"
         yield
@@ -212,7 +212,7 @@ def hash_what_is_not_known(patch: pytest.MonkeyPatch) -> None:
     def commit(self: Batcher, request: Request, computed: int) -> None:
         hashes = request.block_hashes
         known = [*request.tokens(0, request.num_tokens), 0]
-        extend_chain(hashes, known[len(hashes) * 4 : computed], len(hashes) * 4, 4, chain_start("0/"))
+        extend_chain(hashes, known[len(hashes) * 4 : computed], len(hashes) * 4, 4, chain_start(""))
         self.block_manager.commit(request.request_id, hashes, computed)
 
     patch.setattr(Batcher, "_commit", commit)

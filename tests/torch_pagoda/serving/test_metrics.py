@@ -29,6 +29,10 @@ class Client:
     def __init__(self, **stats: float) -> None:
         self.stats = stats
 
+    @property
+    def stats_of_engines(self) -> list[dict[str, float]]:
+        return [self.stats]
+
 
 def served(**stats: float) -> ServerMetrics:
     return ServerMetrics(Client(**stats), "tiny", 1000)

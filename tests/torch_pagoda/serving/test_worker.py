@@ -208,7 +208,7 @@ def test_messages_stay_as_they_are_on_the_wire() -> None:
     assert msgspec.msgpack.decode(encode(Step(1.5, [delta]))) == [
         *("step", 1.5),
         [["r", 0, 1, "text", [1, 2], None, "stop", None, None, None, 0, None]],
-        *([], [], None),
+        *([], [], None, []),
     ]
     assert msgspec.msgpack.decode(encode(Submit("r", [[1]], {}))) == ["submit", "r", [[1]], {}, {}, True]
 

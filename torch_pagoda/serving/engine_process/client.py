@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from .wire import Delta, Hello, Submit
@@ -74,6 +74,11 @@ class EngineClient(Protocol):
 
         See ``Engine.stats``; ``restarts`` counts the engines started after the first.
         """
+        ...
+
+    @property
+    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
+        """The same of each engine behind this client."""
         ...
 
     @property

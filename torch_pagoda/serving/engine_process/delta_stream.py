@@ -58,6 +58,7 @@ class MergedDeltas:
 
     def __init__(self, request_id: str, num_prompts: int, on_cancel: Callable[[str], None]) -> None:
         self.request_id = request_id
+        self.num_prompts = num_prompts
         self._unfinished = num_prompts
         self._on_cancel = on_cancel
         self._pending: dict[tuple[int, int], Delta | _Merged] = {}

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .client import EngineDied, EngineState, EngineUnavailable, RequestRefused
@@ -16,7 +16,7 @@ from .connection import EngineConnection, NotTaken
 from .counters import Counters
 from .delta_stream import MergedDeltas
 from .framing import FrameTooLong
-from .wire import WIRE_VERSION, Answer, Ask, Cancel, FromEngine, Hello, Step, Submit
+from .wire import WIRE_VERSION, Answer, Ask, CacheChange, Cancel, FromEngine, Hello, Step, Submit
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +25,10 @@ class SocketClient(ABC):
     """The part of an ``EngineClient`` that talks to the current engine; see there for the methods."""
 
     def __init__(self) -> None:
+        self.on_cache_change: Callable[[CacheChange], None] | None = None
+        """Called with each change of the engine's prefix cache, also when a new engine starts with an empty one."""
+        self.num_prompts = 0
+        """Prompts under way."""
         self._state: EngineState = "loading"
         self._hello: Hello | None = None
         self._counters = Counters()
@@ -35,6 +39,14 @@ class SocketClient(ABC):
         self._heard = 0.0
         self._expected_since: float | None = None
         self._changed = asyncio.Event()
+
+    @abstractmethod
+    async def start(self) -> None:
+        """Start the engine, or connect to it."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the engine and wait for its end; running requests fail with ``EngineDied``."""
 
     @property
     def state(self) -> EngineState:
@@ -49,6 +61,10 @@ class SocketClient(ABC):
     @property
     def stats(self) -> Mapping[str, int | float]:
         return self._counters.stats
+
+    @property
+    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
+        return [self._counters.stats]
 
     @property
     def seconds_since_heard(self) -> float:
@@ -90,6 +106,7 @@ class SocketClient(ABC):
             stream.fail(RequestRefused("queue_full", str(error)))
         else:
             self._streams[submit.request_id] = stream
+            self.num_prompts += stream.num_prompts
             self._expect()
         return stream
 
@@ -125,6 +142,7 @@ class SocketClient(ABC):
             connection.close()
         self._counters.end()
         streams, self._streams = self._streams, {}
+        self.num_prompts = 0
         for stream in streams.values():
             stream.fail(EngineDied(reason))
         asks, self._asks = self._asks, {}
@@ -163,6 +181,8 @@ class SocketClient(ABC):
             return
         self._hello = hello
         self._counters.update(hello.stats)
+        if self.on_cache_change is not None:
+            self.on_cache_change(CacheChange(False))
         self._set_state("ready")
 
     def _take_step(self, step: Step) -> None:
@@ -174,14 +194,23 @@ class SocketClient(ABC):
             if stream is not None:
                 stream.put(delta)
                 if stream.is_complete:
-                    del streams[delta.request_id]
+                    self._end(delta.request_id)
         for refused in step.refused:
-            stream = streams.pop(refused.request_id, None)
+            stream = self._end(refused.request_id)
             if stream is not None:
                 stream.fail(RequestRefused(refused.code, refused.message))
         for answer in step.answers:
             self._take_answer(answer)
+        if self.on_cache_change is not None:
+            for change in step.cache:
+                self.on_cache_change(change)
         self._expect_nothing_if_so()
+
+    def _end(self, request_id: str) -> MergedDeltas | None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self.num_prompts -= stream.num_prompts
+        return stream
 
     def _take_answer(self, answer: Answer) -> None:
         future = self._asks.pop(answer.call_id, None)

@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from ...runtime.requests.request import FinishReason
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Version of the messages; both sides must have the same one."""
 
 
@@ -35,6 +35,10 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
         log_level: name of the ``logging`` level.
         version: ``WIRE_VERSION``.
         log_format: "text" or "json".
+        processors: those that the process keeps to; empty: all.
+        reports_cache: send the changes of the prefix cache with each ``Step``.
+        kv_events: fields of ``KvEventsConfig``; None publishes nothing.
+        data_parallel_rank: number of this engine among those of one server.
     """
 
     model: str
@@ -43,6 +47,10 @@ class Start(Struct, array_like=True, frozen=True, tag="start"):
     log_level: str = "WARNING"
     version: int = WIRE_VERSION
     log_format: str = "text"
+    processors: list[int] = []
+    reports_cache: bool = False
+    kv_events: dict[str, Any] | None = None
+    data_parallel_rank: int = 0
 
 
 class Submit(Struct, array_like=True, frozen=True, tag="submit"):
@@ -165,6 +173,17 @@ class Answer(Struct, array_like=True, frozen=True):
     error: str | None = None
 
 
+class CacheChange(Struct, array_like=True, frozen=True):
+    """Blocks that the engine can find from now on (``is_stored``), or can find no more.
+
+    Attributes:
+        hashes: see ``runtime.blocks.hashing``; empty: all blocks were dropped.
+    """
+
+    is_stored: bool
+    hashes: list[bytes] = []
+
+
 class Hello(Struct, array_like=True, frozen=True, tag="hello"):
     """The engine's first message: the model is ready.
 
@@ -200,6 +219,7 @@ class Step(Struct, array_like=True, frozen=True, tag="step"):
         refused: rejected submissions.
         answers: to the ``Ask`` messages.
         stats: ``Engine.stats()``; every quarter of a second while the engine runs, and when it becomes idle.
+        cache: changes of the prefix cache in order, if ``Start`` asks for them.
     """
 
     time: float
@@ -207,6 +227,7 @@ class Step(Struct, array_like=True, frozen=True, tag="step"):
     refused: list[Refused] = []
     answers: list[Answer] = []
     stats: dict[str, int | float] | None = None
+    cache: list[CacheChange] = []
 
 
 ToEngine: TypeAlias = Submit | Cancel | Ask

@@ -14,12 +14,14 @@ from msgspec import DecodeError
 from msgspec.msgpack import Decoder, Encoder
 
 from ...runtime.batching.batcher import QueueFull
+from ...runtime.batching.cache_events import AllBlocksCleared, BlocksStored, CacheEvents
 from ...runtime.engine.engine import Engine
 from ...runtime.requests.outputs import Logprob, RequestMetrics, StreamPiece
 from ...runtime.requests.request_options import RequestOptions
 from ...runtime.requests.sampling_params import SamplingParams
 from .framing import FrameReader, FrameTooLong, FrameWriter
 from .grammar_compiler import GrammarCompiler
+from .kv_events import KvEventPublisher
 from .wire import (
     EXIT_BAD_MESSAGE,
     EXIT_BROKEN,
@@ -27,6 +29,7 @@ from .wire import (
     WIRE_VERSION,
     Answer,
     Ask,
+    CacheChange,
     Cancel,
     Delta,
     FromEngine,
@@ -58,6 +61,8 @@ class Worker:
         sock: a connected stream socket; closed at the end.
         model: name or folder, for ``Hello``.
         default_params: for ``Hello``.
+        reports_cache: send the changes of the prefix cache.
+        publisher: publishes them, with the tokens of the blocks.
         stats_interval: seconds between two messages with ``stats``, while requests run.
         max_unsent: bytes that may wait for the peer; a single step may exceed it.
         stall_seconds: seconds that the peer may read nothing while more than that waits.
@@ -70,6 +75,8 @@ class Worker:
         *,
         model: str = "",
         default_params: Mapping[str, Any] | None = None,
+        reports_cache: bool = False,
+        publisher: KvEventPublisher | None = None,
         stats_interval: float = 0.25,
         max_unsent: int = MAX_UNSENT,
         stall_seconds: float = 10.0,
@@ -93,6 +100,10 @@ class Worker:
         self._compiler = GrammarCompiler(engine)
         self._stats_sent = 0.0
         self._was_busy = False
+        self._reports_cache, self._publisher = reports_cache, publisher
+        self._cache_events: CacheEvents | None = None
+        if reports_cache or publisher is not None:
+            self._cache_events = engine.watch_prefix_cache(with_tokens=publisher is not None)
 
     def run(self) -> int:
         """Run until the socket is closed or the engine cannot go on; returns the exit status of an engine process."""
@@ -103,6 +114,8 @@ class Worker:
         finally:
             self._sock.close()
             self._compiler.close()
+            if self._publisher is not None:
+                self._publisher.close()
             self.engine.cancel_many(list(self._prompts))
             with suppress(Exception):
                 self.engine.step_pieces()  # nothing is left to run, but the engine forgets them
@@ -285,8 +298,23 @@ class Worker:
             stats, self._stats_sent, self._was_busy = self.engine.stats(), now, is_busy
         refused, self._refused = self._refused, []
         answers, self._answers = self._answers, []
-        if deltas or refused or answers or stats is not None:
-            self._put_step(Step(now, deltas, refused, answers, stats))
+        cache = self._cache_changes()
+        if deltas or refused or answers or stats is not None or cache:
+            self._put_step(Step(now, deltas, refused, answers, stats, cache))
+
+    def _cache_changes(self) -> list[CacheChange]:
+        """The changes of the prefix cache since the last call, after publishing them."""
+        events = [] if self._cache_events is None else self._cache_events.take()
+        if events and self._publisher is not None:
+            self._publisher.publish(events)
+        if not self._reports_cache:
+            return []
+        return [
+            CacheChange(False)
+            if isinstance(event, AllBlocksCleared)
+            else CacheChange(isinstance(event, BlocksStored), event.hashes)
+            for event in events
+        ]
 
     def _put_step(self, step: Step) -> None:
         """Queue a step for the socket, split into several messages if it is too long for one."""
@@ -298,15 +326,17 @@ class Worker:
         deltas, refused = step.deltas, step.refused
         if half := len(deltas) // 2:
             self._put_step(Step(step.time, deltas[:half]))
-            self._put_step(Step(step.time, deltas[half:], refused, step.answers, step.stats))
+            self._put_step(Step(step.time, deltas[half:], refused, step.answers, step.stats, step.cache))
         elif half := len(refused) // 2:
             self._put_step(Step(step.time, [], refused[:half]))
-            self._put_step(Step(step.time, deltas, refused[half:], step.answers, step.stats))
+            self._put_step(Step(step.time, deltas, refused[half:], step.answers, step.stats, step.cache))
         elif deltas and (deltas[0].logprobs or deltas[0].prompt_logprobs or deltas[0].text):
-            self._put_step(Step(step.time, [self._shortened(deltas[0])], refused, step.answers, step.stats))
+            self._put_step(
+                Step(step.time, [self._shortened(deltas[0])], refused, step.answers, step.stats, step.cache)
+            )
         else:
             answers = [Answer(answer.call_id, error="the answer is too long to send") for answer in step.answers]
-            self._put_step(Step(step.time, deltas, refused, answers, step.stats))
+            self._put_step(Step(step.time, deltas, refused, answers, step.stats, step.cache))
 
     def _shortened(self, delta: Delta) -> Delta:
         """A delta that replaces one too long to send; its request ends with an error."""

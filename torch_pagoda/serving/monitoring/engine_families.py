@@ -40,8 +40,23 @@ _COUNTERS = {
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
-def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
-    """Families of the engine's statistics (``EngineClient.stats``; zeros before it is ready)."""
+def engine_families(stats_of_engines: Sequence[Stats], model_name: str) -> list[Metric]:
+    """Families with vLLM's names, with a sample for each engine.
+
+    Args:
+        stats_of_engines: ``EngineClient.stats`` of each; zeros are assumed before it is ready.
+        model_name: a label.
+    """
+    families: dict[str, Metric] = {}
+    for number, stats in enumerate(stats_of_engines):
+        for family in _engine_families(stats, {"model_name": model_name, "engine": str(number)}):
+            families.setdefault(family.name, family)
+            if families[family.name] is not family:
+                families[family.name].samples += family.samples
+    return list(families.values())
+
+
+def _engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     for name, (key, text) in _GAUGES.items():
         yield labeled(GaugeMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
     total = stats.get("blocks_total", 0)
@@ -78,10 +93,10 @@ def engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
         "num_cpu_blocks": str(int(stats.get("host_blocks_total", 0))),
     }
     yield labeled(GaugeMetricFamily, "vllm:cache_config_info", "Configuration of the KV cache.", [(config, 1)])
-    yield from _own_families(stats)
 
 
-def _own_families(stats: Stats) -> Iterable[Metric]:
+def own_families(stats: Stats) -> Iterable[Metric]:
+    """Families of the project's own, summed over the engines."""
     seconds = SummaryMetricFamily("pagoda:engine_step_seconds", "Duration of engine steps.", labels=("phase",))
     model = float(stats.get("model_seconds", 0.0))
     for phase, spent in (("model", model), ("other", float(stats.get("total_seconds", 0.0)) - model)):

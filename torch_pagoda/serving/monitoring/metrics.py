@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..engine_process.client import EngineClient
-from .engine_families import MetricsPrefix, engine_families, histogram_family, labeled, renamed
+from .engine_families import MetricsPrefix, engine_families, histogram_family, labeled, own_families, renamed
 from .histogram import (
     COUNTS_OF_N,
     FIRST_TOKEN_SECONDS,
@@ -198,9 +198,8 @@ class ServerMetrics:
 
     def _families(self) -> Iterable[Metric]:
         labels = {"model_name": self._model_name, "engine": "0"}
-        stats = self._client.stats
         families = [
-            *engine_families(stats, labels),
+            *engine_families(self._client.stats_of_engines, self._model_name),
             *(histogram_family(f"vllm:{name}", _HELP[name], [(labels, h)]) for name, h in self._requests.items()),
             labeled(
                 CounterMetricFamily,
@@ -210,6 +209,7 @@ class ServerMetrics:
             ),
         ]
         yield from renamed(families, self._prefix)
+        yield from own_families(self._client.stats)
         yield from self._own_families(labels)
         yield from self._http_families()
 

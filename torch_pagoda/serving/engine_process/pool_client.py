@@ -1,0 +1,186 @@
+"""Several engines behind one client: each request goes to the engine that has most of its prompt cached."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from ...runtime.blocks import chain_start, extend_chain
+from .client import DeltaStream, EngineDied, EngineState, EngineUnavailable, RequestRefused
+from .routing import PrefixRouter
+from .socket_client import SocketClient
+from .wire import CacheChange, Delta, Hello, Submit
+
+logger = logging.getLogger(__name__)
+
+_NOT_SUMMED = ("block_size", "ranks", "prefix_hit_rate", "graph_sizes")
+"""Keys of ``Engine.stats`` that are no counts."""
+
+
+class PoolClient:
+    """An ``EngineClient`` of several engines that serve the same model.
+
+    A request whose engine ends before it has sent anything is sent to another engine; one that has streamed fails
+    with ``EngineDied``. The pool is dead when all of its engines are.
+
+    Args:
+        clients: one for each engine, not started yet.
+    """
+
+    def __init__(self, clients: Sequence[SocketClient]) -> None:
+        self._clients = list(clients)
+        self._router = PrefixRouter(len(clients))
+        for number, client in enumerate(self._clients):
+            client.on_cache_change = lambda change, number=number: self._note(number, change)
+
+    async def start(self) -> None:
+        """Start all engines; ``wait_ready`` waits until they accept submissions.
+
+        Raises:
+            OSError: a process could not be started.
+        """
+        for client in self._clients:
+            await client.start()
+
+    @property
+    def state(self) -> EngineState:
+        """``"ready"`` while an engine accepts submissions, ``"dead"`` when none will."""
+        states = {client.state for client in self._clients}
+        return "ready" if "ready" in states else "loading" if "loading" in states else "dead"
+
+    @property
+    def hello(self) -> Hello:
+        """Facts about the engines, their sequences and queues taken together."""
+        hellos = [client.hello for client in self._clients]
+        queues = [hello.max_queue for hello in hellos]
+        return replace(
+            hellos[0],
+            max_num_seqs=sum(hello.max_num_seqs for hello in hellos),
+            max_model_len=min(hello.max_model_len for hello in hellos),
+            max_queue=None if None in queues else sum(filter(None, queues)),
+        )
+
+    @property
+    def stats(self) -> Mapping[str, int | float]:
+        """Sums over the engines."""
+        total: dict[str, int | float] = {}
+        for stats in self.stats_of_engines:
+            for name, value in stats.items():
+                total[name] = value if name in _NOT_SUMMED else total.get(name, 0) + value
+        if queries := total.get("prefix_query_tokens", 0):
+            total["prefix_hit_rate"] = total["prefix_hit_tokens"] / queries
+        return total
+
+    @property
+    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
+        return [client.stats for client in self._clients]
+
+    @property
+    def seconds_since_heard(self) -> float:
+        """Of the engine that was heard last."""
+        ready = [client.seconds_since_heard for client in self._clients if client.state == "ready"]
+        return min(ready, default=0.0)
+
+    async def wait_ready(self) -> Hello:
+        """Wait until all engines accept submissions.
+
+        Raises:
+            EngineDied: an engine ended before it was ready, or the engines have other limits.
+        """
+        hellos = await asyncio.gather(*(client.wait_ready() for client in self._clients))
+        for name in ("vocab_size", "model"):
+            if len({getattr(hello, name) for hello in hellos}) > 1:
+                raise EngineDied(f"the engines differ in {name}; the checkpoint changed while they loaded it")
+        return self.hello
+
+    async def wait_dead(self) -> None:
+        """Wait until all engines have ended for good."""
+        await asyncio.gather(*(client.wait_dead() for client in self._clients))
+
+    def submit(self, submit: Submit) -> DeltaStream:
+        return _PoolStream(self, submit)
+
+    def place(self, submit: Submit, without: Sequence[SocketClient] = ()) -> tuple[SocketClient, DeltaStream]:
+        """Send a submission to the engine that the router chooses.
+
+        Args:
+            submit: the submission.
+            without: engines that are not asked.
+
+        Raises:
+            EngineUnavailable: no other engine accepts submissions.
+        """
+        loads = [
+            float(client.num_prompts) if client.state == "ready" and client not in without else None
+            for client in self._clients
+        ]
+        if all(load is None for load in loads):
+            raise EngineUnavailable(self.state, f"no engine is ready (the engines are {self.state}); try again later")
+        hashes: list[bytes] = []
+        if submit.prompts:
+            prompt, size = submit.prompts[0], int(self._clients[0].hello.stats.get("block_size", 0))
+            if size:
+                extend_chain(hashes, prompt[:-1], 0, size, chain_start(submit.options.get("cache_salt") or ""))
+        client = self._clients[self._router.choose(hashes, loads)]
+        return client, client.submit(submit)
+
+    async def ask(self, what: str, timeout: float = 10.0) -> list[Any]:
+        """Ask all engines that are ready; returns their answers."""
+        ready = [client for client in self._clients if client.state == "ready"]
+        if not ready:
+            raise EngineUnavailable(self.state, "no engine is ready; try again later")
+        return await asyncio.gather(*(client.ask(what, timeout) for client in ready))
+
+    async def close(self) -> None:
+        """End all engines and wait for their ends."""
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+    def _note(self, number: int, change: CacheChange) -> None:
+        if change.is_stored:
+            self._router.stored(number, change.hashes)
+        elif change.hashes:
+            self._router.removed(number, change.hashes)
+        else:
+            self._router.cleared(number)
+
+
+class _PoolStream:
+    """A ``DeltaStream`` that moves to another engine while nothing of it has been read."""
+
+    def __init__(self, pool: PoolClient, submit: Submit) -> None:
+        self._pool, self._submit = pool, submit
+        self._tried: list[SocketClient] = []
+        self._has_news = self._is_cancelled = False
+        self._stream = self._place()
+
+    async def next(self) -> list[Delta]:
+        """See ``DeltaStream``."""
+        while True:
+            try:
+                deltas = await self._stream.next()
+            except (EngineDied, RequestRefused) as error:
+                is_final = isinstance(error, RequestRefused) and error.code != "queue_full"
+                if self._has_news or self._is_cancelled or is_final:
+                    raise
+                try:
+                    self._stream = self._place()
+                except EngineUnavailable:
+                    raise error from None
+                logger.info("request %s is sent to another engine: %s", self._submit.request_id, error)
+            else:
+                self._has_news = self._has_news or bool(deltas)
+                return deltas
+
+    def cancel(self) -> None:
+        """See ``DeltaStream``."""
+        self._is_cancelled = True
+        self._stream.cancel()
+
+    def _place(self) -> DeltaStream:
+        client, stream = self._pool.place(self._submit, self._tried)
+        self._tried.append(client)
+        return stream
