@@ -11,7 +11,7 @@ from ..autocast import without_autocast
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
-from ..cache.cache_specs import bytes_per_block, bytes_per_slot
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot, whole_caches
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
@@ -27,6 +27,7 @@ from .core import EngineCore, Result
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
+from .pipelined import PipelinedSteps
 from .state import EngineState
 from .step_runner import StepRunner
 
@@ -75,7 +76,8 @@ class EngineBase:
         max_model_len, reason = longest_sequence(self.block_manager, options.max_model_len, longest)
 
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
-        cost = PreemptionCost(bytes_per_block(program.caches, 1), state_bytes=bytes_per_slot(program.caches))
+        specs = whole_caches(program)
+        cost = PreemptionCost(bytes_per_block(specs, 1), state_bytes=bytes_per_slot(specs))
         self.batcher = Batcher(
             self.block_manager,
             options.max_num_seqs,
@@ -86,7 +88,7 @@ class EngineBase:
             cost=cost,
             max_queue=options.max_queue,
             batches=batches,
-            snapshot_interval=snapshot_interval(program.caches, block_size),
+            snapshot_interval=snapshot_interval(specs, block_size),
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
@@ -104,7 +106,10 @@ class EngineBase:
         copier = make_copier(cache, host, [spec.group for spec in program.caches])
         state = EngineState(self.batcher, self.runner, cost)
         runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
-        steps = (LookAhead if runs_ahead else StepRunner)(state, self.sampler, copier)
+        kind: type[StepRunner] = LookAhead if runs_ahead else StepRunner
+        if getattr(program, "num_stages", 1) > 1 and options.async_scheduling is not False:
+            kind = PipelinedSteps
+        steps = kind(state, self.sampler, copier)
         self._core = EngineCore(state, steps, before_step)
         if program.device.type == "cpu":
             keep_freed_memory()
