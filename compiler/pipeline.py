@@ -15,7 +15,7 @@ from ..passes import SHARDING, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
-from ..passes.graph.stages import choose_boundaries, most_stages
+from ..passes.graph.stages import choose_boundaries, most_stages, pieces_of
 from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.lower.npu.experts.rows_in_place import check_rows_read_once
 from ..passes.rewrite.fold_constants import fold_constants
@@ -383,7 +383,7 @@ def _of_ranks(
 
 def _in_stages(graphs: Sequence[TracedGraph], options: CompileOptions) -> list[TracedGraph]:
     """Copies of the ranks' graphs that are parted into stages: as many as the layers that were captured allow."""
-    stages = min(options.pipeline_parallel_size, most_stages(graphs[0]))
+    stages = min(options.pipeline_parallel_size, most_stages(pieces_of(graphs[0]).pieces))
     bounds = choose_boundaries(graphs[0], stages)
     copies = [traced.copy() for traced in graphs]
     for traced in copies:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -53,10 +54,36 @@ def own_nodes(graph: fx.Graph, shared: set[fx.Node]) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op not in ("placeholder", "output") and n not in shared]
 
 
-def most_stages(traced: TracedGraph) -> int:
-    """The number of stages that a graph can be parted into."""
-    places = _Places(traced)
-    return next(n for n in range(len(places.found) + 1, 0, -1) if places.deal(n) is not None)
+@dataclass(frozen=True)
+class Piece:
+    """A part of a graph between two places where it can be parted.
+
+    Attributes:
+        first: name of its first node.
+        received: what crosses in front of it.
+        weight_bytes: of the weights that it reads.
+        caches: indices of those that it reads.
+        layers: numbers of the decoder layers in it.
+    """
+
+    first: str
+    received: tuple[StageValue, ...]
+    weight_bytes: int
+    caches: frozenset[int]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """All pieces of a graph.
+
+    Attributes:
+        pieces: in order.
+        reason: why there are not more of them, for a message; "" where each layer is one.
+    """
+
+    pieces: tuple[Piece, ...]
+    reason: str = ""
 
 
 def choose_boundaries(traced: TracedGraph, stages: int) -> tuple[Boundary, ...]:
@@ -67,15 +94,43 @@ def choose_boundaries(traced: TracedGraph, stages: int) -> tuple[Boundary, ...]:
     """
     if stages == 1:
         return ()
-    places = _Places(traced)
-    chosen = places.deal(stages)
-    if chosen is None:
-        most = most_stages(traced)
+    found = pieces_of(traced)
+    starts = deal(found.pieces, stages, found.reason)
+    return tuple(Boundary(piece.first, piece.received) for piece in map(found.pieces.__getitem__, starts))
+
+
+def deal(pieces: Sequence[Piece], stages: int, reason: str = "") -> list[int]:
+    """The pieces that stages but the first begin with, each of which holds a cache if any piece does.
+
+    Raises:
+        UnsupportedModel: there are fewer stages; ``reason`` says why.
+    """
+    dealt = _dealt(pieces, stages)
+    if dealt is None:
+        most = most_stages(pieces)
         into = f"can be parted into {most} stages at most" if most > 1 else "cannot be parted into stages"
-        raise UnsupportedModel(
-            f"pipeline_parallel_size={stages}: its layers {into}{places.reason}; lower it to {most}"
-        )
-    return tuple(Boundary(places.nodes[at].name, places.values[at]) for at in chosen)
+        raise UnsupportedModel(f"pipeline_parallel_size={stages}: its layers {into}{reason}; lower it to {most}")
+    return dealt
+
+
+def most_stages(pieces: Sequence[Piece]) -> int:
+    """The number of stages that pieces can be dealt to."""
+    return next(n for n in range(len(pieces), 0, -1) if _dealt(pieces, n) is not None)
+
+
+def pieces_of(traced: TracedGraph) -> Pieces:
+    """The pieces of a graph, parted wherever it can be."""
+    places = _Places(traced)
+    bounds = [0, *places.found, len(places.nodes)]
+    pieces = []
+    for start, end in pairwise(bounds):
+        nodes = places.nodes[start:end]
+        read = places.read_by(nodes)
+        caches = frozenset(int(name.rpartition("_")[2]) for name in read if is_cache_input(name))
+        layers = sorted({places.layers[node] for node in nodes if node in places.layers})
+        weights = sum(_bytes_of(traced, name) for name in read)
+        pieces.append(Piece(nodes[0].name, places.values.get(start, ()), weights, caches, tuple(layers)))
+    return Pieces(tuple(pieces), places.reason)
 
 
 class _Places:
@@ -85,6 +140,7 @@ class _Places:
         nodes: those that belong to one stage each.
         found: of them, the indices of those that a stage may begin with, in order.
         values: of each such index, what crosses there.
+        layers: decoder layer of each node of one.
         reason: why there are not more of them, for a message.
     """
 
@@ -97,6 +153,7 @@ class _Places:
             node: max((self._at.get(user, len(self.nodes)) for user in node.users), default=i)
             for node, i in self._at.items()
         }
+        self.layers = decoder_layers(traced.graph).of
         self._written, self._inside = self._memory_that_is_written()
         self.values: dict[int, tuple[StageValue, ...]] = {}
         self.found, self.reason = [], ""
@@ -106,16 +163,6 @@ class _Places:
                 self.found.append(-min(possible)[1])
             else:
                 self.reason = ", as some of them share a cache or another tensor"
-
-    def deal(self, stages: int) -> list[int] | None:
-        """The places for so many stages, each of which holds a cache; None where there are fewer."""
-        bounds = [0, *self.found, len(self.nodes)]
-        weights, caches = [], []
-        for start, end in pairwise(bounds):
-            read = self._read_by(self.nodes[start:end])
-            weights.append(sum(_bytes_of(self._traced, name) for name in read))
-            caches.append(any(map(is_cache_input, read)))
-        return _dealt(weights, caches if any(caches) else [True] * len(caches), stages, self.found)
 
     def _memory_that_is_written(self) -> tuple[set[int], list[tuple[int, int]]]:
         """Storages that the graph writes into, and of each the first and the last node that touches it."""
@@ -133,10 +180,9 @@ class _Places:
     def _windows(self) -> list[tuple[int, int]]:
         """Between each two layers, the first and the last place behind the products of one and before those of the
         next."""
-        of = decoder_layers(self._traced.graph).of
         spans: dict[int, tuple[int, int]] = {}
         for i, node in enumerate(self.nodes):
-            if (layer := of.get(node)) is not None and self._is_product(node):
+            if (layer := self.layers.get(node)) is not None and self._is_product(node):
                 spans[layer] = (spans.get(layer, (i, i))[0], i)
         layers = sorted(spans)
         return [
@@ -161,7 +207,8 @@ class _Places:
             return {node}
         return {source for n in node.all_input_nodes for source in self._sources(n)}
 
-    def _read_by(self, nodes: Sequence[fx.Node]) -> set[str]:
+    def read_by(self, nodes: Sequence[fx.Node]) -> set[str]:
+        """Names of the graph's inputs that nodes are made of, as far as no other node of one stage is in between."""
         read = {n for node in nodes for n in node.all_input_nodes if n not in self._at}
         return {source.name for n in read for source in self._sources(n)}
 
@@ -201,19 +248,18 @@ def _bytes_of(traced: TracedGraph, name: str) -> int:
     return tensor.stored_bytes if isinstance(tensor, StoredWeight) else tensor.numel() * tensor.element_size()
 
 
-def _dealt(weights: Sequence[int], caches: Sequence[bool], stages: int, places: Sequence[int]) -> list[int] | None:
-    """Of pieces in order, where each stage but the first begins: the largest stage is as small as can be."""
+def _dealt(pieces: Sequence[Piece], stages: int) -> list[int] | None:
+    """See ``deal``; None where there are fewer stages."""
+    without = not any(piece.caches for piece in pieces)
     best: Mapping[int, tuple[int, list[int]]] = {0: (0, [])}  # end → largest stage up to there, and where they begin
-    for stage in range(1, stages + 1):
+    for _ in range(stages):
         ends: dict[int, tuple[int, list[int]]] = {}
         for start, (largest, begun) in best.items():
-            size, has_cache = 0, False
-            for end in range(start + 1, len(weights) + 1):
-                size, has_cache = size + weights[end - 1], has_cache or caches[end - 1]
-                candidate = max(largest, size), [*begun, end]
-                if has_cache and (end not in ends or candidate[0] < ends[end][0]):
-                    ends[end] = candidate
-        best = ends if stage < stages else {end: found for end, found in ends.items() if end == len(weights)}
-    if not best:
-        return None
-    return [places[end - 1] for end in best[len(weights)][1][:-1]]
+            size, holds = 0, without
+            for end, piece in enumerate(pieces[start:], start + 1):
+                size, holds = size + piece.weight_bytes, holds or bool(piece.caches)
+                most = max(largest, size)
+                if holds and (end not in ends or most < ends[end][0]):
+                    ends[end] = most, [*begun, end]
+        best = ends
+    return best[len(pieces)][1][:-1] if len(pieces) in best else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,30 @@ def test_fewer_layers_than_stages_are_refused(tmp_path: Path, several_processors
     Path(tmp_path, "config.json").write_text('{"text_config": {"num_hidden_layers": 3}}')
     found = refused(tmp_path, pipeline_parallel_size=4)
     assert found == "pipeline_parallel_size=4 is more than the 3 layers of the model; lower it"
+
+
+def test_stages_go_on_when_one_dies(saved: Callable[..., Path]) -> None:
+    """Several steps are under way then; all tokens are computed again and are the same."""
+    with pagoda.LLM(saved("llama"), pipeline_parallel_size=2, **SIZES) as llm:
+        expected = tokens(llm.generate(prompts(), GREEDY))
+        seen: list[Any] = []
+
+        def kill_once(progress: Any) -> None:
+            seen.append(progress)
+            if len(seen) == 9:
+                os.kill(other_rank(), signal.SIGKILL)
+
+        assert tokens(llm.generate(prompts(), GREEDY, on_progress=kill_once)) == expected
+        assert llm.stats()["rank_restarts"] == 1
+        assert llm.stats()["steps_beside_others"]
+
+
+def other_rank() -> int:
+    """The process id of the rank that this process has started."""
+    children = [
+        int(pid)
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+        if b"torch_pagoda.rank" in Path("/proc", pid, "cmdline").read_bytes()
+    ]
+    return children[0]

@@ -79,7 +79,8 @@ def inspect(
 
     With --target npu also: the routes that lowering took and why not better ones, the kernels that torchair's graph
     launches (after: pagoda npu setup), and the least time that a step can take. No NPU is needed. With -tp: what each
-    of several ranks holds, what they exchange in a step, and what stays whole on all of them.
+    of several ranks holds, what they exchange in a step, and what stays whole on all of them. With -pp: the layers
+    and bytes of each stage.
 
     Nothing is generated. Exit status: 0, also for a model that cannot be served (the report says why), 2 for a
     mistake in the arguments.

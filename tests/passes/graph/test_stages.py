@@ -21,7 +21,7 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify import lockstep
 from torch_pagoda.compiler.verify.self_check import Reference, check, reference_of_model
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
-from torch_pagoda.passes.graph.stages import _dealt, choose_boundaries
+from torch_pagoda.passes.graph.stages import Piece, choose_boundaries, deal, most_stages
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.parallel.stage_values import pack_values, unpack_values
 
@@ -113,10 +113,13 @@ def test_layers_are_dealt_by_bytes(captured: Callable[..., Made]) -> None:
 
 
 def test_dealing() -> None:
-    assert _dealt([5, 1, 1, 5], [True] * 4, 2, [10, 20, 30]) == [20]
-    assert _dealt([1, 1, 1, 9], [True] * 4, 2, [10, 20, 30]) == [30]
-    assert _dealt([1, 1, 9], [False, True, True], 3, [10, 20]) is None
-    assert _dealt([9, 1, 1, 1], [False, False, True, True], 2, [10, 20, 30]) == [30]
+    def pieces(*sizes: int, without: int = 0) -> list[Piece]:
+        return [Piece("", (), n, frozenset([i][: i >= without]), (i,)) for i, n in enumerate(sizes)]
+
+    assert deal(pieces(5, 1, 1, 5), 2) == [2]
+    assert deal(pieces(1, 1, 1, 9), 2) == [3]
+    assert deal(pieces(9, 1, 1, 1, without=2), 2) == [3]
+    assert most_stages(pieces(1, 1, 9, without=1)) == 2
 
 
 def test_fewer_layers_than_stages_are_refused(captured: Callable[..., Made]) -> None:
