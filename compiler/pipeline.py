@@ -15,7 +15,7 @@ from ..passes import SHARDING, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
-from ..passes.graph.stages import choose_boundaries, most_stages, pieces_of
+from ..passes.graph.stages import choose_boundaries, parted
 from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.lower.npu.experts.rows_in_place import check_rows_read_once
 from ..passes.rewrite.fold_constants import fold_constants
@@ -364,7 +364,7 @@ def _of_ranks(
         again = {entry.name for entry in rest}
         report.passes = [record for record in report.passes if record.name not in again] + ranks[0][1]
     if references.thorough is not None:
-        report.verdict = _together(captured, _in_stages(graphs, options), references.thorough)
+        report.verdict = _together(captured, parted(graphs, options.pipeline_parallel_size), references.thorough)
         if not report.verdict.ok:
             asked = f"tensor_parallel_size={options.tensor_parallel_size}"
             if options.pipeline_parallel_size > 1:
@@ -379,16 +379,6 @@ def _of_ranks(
     if captured.repeat is not None:
         traced = _with_all_layers(captured.repeat, traced, stages)
     return Rewritten(traced, graphs[0], found.unsharded, found.unsharded)
-
-
-def _in_stages(graphs: Sequence[TracedGraph], options: CompileOptions) -> list[TracedGraph]:
-    """Copies of the ranks' graphs that are parted into stages: as many as the layers that were captured allow."""
-    stages = min(options.pipeline_parallel_size, most_stages(pieces_of(graphs[0]).pieces))
-    bounds = choose_boundaries(graphs[0], stages)
-    copies = [traced.copy() for traced in graphs]
-    for traced in copies:
-        traced.notes.boundaries = bounds
-    return copies
 
 
 def of_one_rank(

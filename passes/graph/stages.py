@@ -46,7 +46,8 @@ def shared_nodes(graph: fx.Graph, input_ids: str) -> set[fx.Node]:
 
 def _is_pure(node: fx.Node) -> bool:
     """Arithmetic on the number of tokens is, too."""
-    return is_pure(node.target) or getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    is_arithmetic = getattr(node.target, "__module__", "") in ("_operator", "math", "torch")
+    return is_pure(node.target) or (is_arithmetic and not written_arguments(node))
 
 
 def own_nodes(graph: fx.Graph, shared: set[fx.Node]) -> list[fx.Node]:
@@ -97,6 +98,15 @@ def choose_boundaries(traced: TracedGraph, stages: int) -> tuple[Boundary, ...]:
     found = pieces_of(traced)
     starts = deal(found.pieces, stages, found.reason)
     return tuple(Boundary(piece.first, piece.received) for piece in map(found.pieces.__getitem__, starts))
+
+
+def parted(graphs: Sequence[TracedGraph], stages: int) -> list[TracedGraph]:
+    """Copies of the graphs of one stage's ranks with boundaries: of so many stages, or as many as there can be."""
+    bounds = choose_boundaries(graphs[0], min(stages, most_stages(pieces_of(graphs[0]).pieces)))
+    copies = [traced.copy() for traced in graphs]
+    for traced in copies:
+        traced.notes.boundaries = bounds
+    return copies
 
 
 def deal(pieces: Sequence[Piece], stages: int, reason: str = "") -> list[int]:
@@ -228,7 +238,7 @@ class _Places:
         if not isinstance(fake, torch.Tensor) or storage_key(node) in self._written:
             return None
         symbol, sizes = self._traced.token_symbol, list[int | None]()
-        for size in fake.shape:
+        for size in shape(node):
             if is_dynamic(size) and size.node.expr != symbol:
                 return None
             sizes.append(None if is_dynamic(size) else int(size))

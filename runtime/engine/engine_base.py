@@ -155,6 +155,7 @@ class EngineBase:
             requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
+            with a pipeline ``steps_beside_others``, which were launched while another one was under way;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
             ``operator_steps``; with several ranks ``ranks`` and ``rank_restarts``;
             and the block manager's figures, see ``blocks.inspection.stats``, among them

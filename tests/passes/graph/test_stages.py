@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from torch_pagoda.compiler import pipeline
 from torch_pagoda.compiler.capture.trace import Captured, capture
 from torch_pagoda.compiler.link import stages as link_stages
 from torch_pagoda.compiler.link.linkage import Linkage
@@ -21,6 +20,7 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify import lockstep
 from torch_pagoda.compiler.verify.self_check import Reference, check, reference_of_model
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
+from torch_pagoda.passes.graph import stages
 from torch_pagoda.passes.graph.stages import Piece, choose_boundaries, deal, most_stages
 from torch_pagoda.runtime.cache.kv_cache import allocate_kv_cache
 from torch_pagoda.runtime.parallel.stage_values import pack_values, unpack_values
@@ -45,12 +45,12 @@ def captured() -> Callable[..., Made]:
     return get
 
 
-def parted(made: Made, stages: int, ranks: int = 1) -> TracedGraph:
+def parted(made: Made, count: int, ranks: int = 1) -> TracedGraph:
     """The finished graph, once its stages have been compared with the model in lockstep."""
     found, reference = made
     report = CompileReport("tiny")
     options = CompileOptions(
-        codegen="none", target="cpu", pipeline_parallel_size=stages, tensor_parallel_size=ranks, pack_weights=True
+        codegen="none", target="cpu", pipeline_parallel_size=count, tensor_parallel_size=ranks, pack_weights=True
     )
     traced = rewrite(found, options, References(reference), report).traced
     assert report.verdict is not None
@@ -122,6 +122,24 @@ def test_dealing() -> None:
     assert most_stages(pieces(1, 1, 9, without=1)) == 2
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gemma3_text"])
+def test_modules_are_where_the_plan_of_transformers_has_them(kind: str) -> None:
+    """What stands there in front of the layers is in the first stage alone, what stands behind them in the last."""
+    model = build_tiny_model(kind, tie_word_embeddings=False)
+    plan = list(model.config.base_model_pp_plan)
+    names = {id(tensor): name for name, tensor in model.named_parameters()}
+    report = CompileReport("tiny")
+    options = CompileOptions(codegen="none", target="cpu", verify="off", pipeline_parallel_size=2)
+    traced = rewrite(capture(model), options, References(None), report).traced
+    held = [{names.get(id(traced.constants.get(name)), "") for name in own.inputs} for own in stages_of(traced)]
+    for at, module in enumerate(plan):
+        if module != "layers":
+            weights = {name for name in names.values() if name.startswith(f"model.{module}.")}
+            assert [weights <= own for own in held] == [at < plan.index("layers"), at > plan.index("layers")]
+    assert ["lm_head.weight" in own for own in held] == [False, True]
+    assert ["model.layers.1.mlp" in " ".join(own) for own in held] == [False, True]
+
+
 def test_fewer_layers_than_stages_are_refused(captured: Callable[..., Made]) -> None:
     with pytest.raises(UnsupportedModel, match="pipeline_parallel_size=3: its layers can be parted into 2 stages"):
         parted(captured("llama"), 3)
@@ -146,7 +164,7 @@ def test_a_value_that_is_left_out_is_refused(captured: Callable[..., Made], monk
         (boundary,) = choose_boundaries(traced, stages)
         return (replace(boundary, values=boundary.values[:1]),)
 
-    monkeypatch.setattr(pipeline, "choose_boundaries", forgetful)
+    monkeypatch.setattr(stages, "choose_boundaries", forgetful)
     assert "of another one, which does not pass it on" in refused(captured("llama"))
 
 
