@@ -11,6 +11,7 @@ module run by transformers, each prompt alone.
     python benchmarks/coverage.py --fusions --markdown fusions.md      # what the fusion passes recognize instead
     python benchmarks/coverage.py --target npu --markdown npu.md       # what lowering for an Ascend NPU makes
     python benchmarks/coverage.py --tensor-parallel 2,4 --exact --markdown ranks.md   # what several ranks cut
+    python benchmarks/coverage.py --pipeline-parallel 2 --exact                        # stages of a pipeline
     python benchmarks/coverage.py --quantization int8 --exact          # rounded weights, of the expected ones
 
 Results: ``exact``; ``refused`` (``LLM(...)`` raised, before any token); ``silently wrong`` (other tokens, or
@@ -46,6 +47,8 @@ from rounded_coverage import RoundedRow, rounded_row, rounded_tables
 from sharded_coverage import TARGET as SHARDED_TARGET
 from sharded_coverage import ShardedRow, sharded_row, sharded_tables
 from sharded_coverage import say as say_sharded
+from staged_coverage import StagedRow, staged_row, staged_tables
+from staged_coverage import say as say_staged
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
@@ -223,8 +226,8 @@ def examine_npu(name: str, graph_mode: str) -> NpuRow:
     return npu_row(name, model, graph_mode)
 
 
-def examine_sharded(name: str, ranks: int) -> ShardedRow:
-    """Cut one architecture for several ranks, in this process."""
+def examine_parts(name: str, count: int, row: Callable[[str, Any, int], Any]) -> Any:
+    """Cut one architecture for several ranks, or part it into stages, in this process."""
     import torch
 
     from tiny_models import LLAMA_VARIANTS, Variant, build_tiny_model
@@ -234,8 +237,8 @@ def examine_sharded(name: str, ranks: int) -> ShardedRow:
     try:
         model = build_tiny_model(variant.model_type, **variant.overrides)
     except Exception as error:
-        return ShardedRow(name, ranks, refused=f"build failed: {one_line(error)}")
-    return sharded_row(name, model, ranks)
+        return (StagedRow if row is staged_row else ShardedRow)(name, count, f"build failed: {one_line(error)}")
+    return row(name, model, count)
 
 
 def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None:
@@ -247,9 +250,9 @@ def _child(name: str, args: argparse.Namespace, answer: Path, log: Path) -> None
     warnings.filterwarnings("ignore")
     if args.target == "npu":
         row: Any = examine_npu(name, args.graph_mode)
-    elif args.tensor_parallel:
-        architecture, _, ranks = name.partition("@")
-        row = examine_sharded(architecture, int(ranks))
+    elif args.tensor_parallel or args.pipeline_parallel:
+        architecture, _, count = name.partition("@")
+        row = examine_parts(architecture, int(count), staged_row if args.pipeline_parallel else sharded_row)
     elif args.quantization is not None:
         row = examine_rounded(name, args)
     else:
@@ -269,13 +272,13 @@ def _kill(child: BaseProcess) -> None:
 
 def _failure(
     name: str, args: argparse.Namespace, result: str, why: str
-) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow:
+) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow | StagedRow:
     """The row of an architecture that was not examined to the end."""
     if args.target == "npu":
         return NpuRow(name, why)
-    if args.tensor_parallel:
-        architecture, _, ranks = name.partition("@")
-        return ShardedRow(architecture, int(ranks), why)
+    if args.tensor_parallel or args.pipeline_parallel:
+        architecture, _, count = name.partition("@")
+        return (StagedRow if args.pipeline_parallel else ShardedRow)(architecture, int(count), why)
     if args.quantization is not None:
         return RoundedRow(name, result, reason=why)
     if args.fusions:
@@ -283,7 +286,9 @@ def _failure(
     return Row(name, result, seconds=args.timeout if result == "timeout" else 0.0, reason=why)
 
 
-def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow:
+def examine_in_subprocess(
+    name: str, args: argparse.Namespace
+) -> Row | RoundedRow | FusionRow | NpuRow | ShardedRow | StagedRow:
     """One of the examinations above in a process of its own that is killed after ``args.timeout`` seconds."""
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
@@ -302,6 +307,8 @@ def examine_in_subprocess(name: str, args: argparse.Namespace) -> Row | RoundedR
         return NpuRow(**said)
     if args.tensor_parallel:
         return ShardedRow(**said)
+    if args.pipeline_parallel:
+        return StagedRow(**said)
     if args.quantization is not None:
         return RoundedRow(**said)
     if args.fusions:
@@ -345,6 +352,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--target", choices=("cpu", "npu"), default="cpu", help="npu: what lowering for it makes")
     parser.add_argument("--graph-mode", choices=GRAPH_MODES, default="ge", help="with --target npu (default ge)")
     parser.add_argument("--tensor-parallel", help="numbers of ranks, such as 2,4: what is cut for them")
+    parser.add_argument("--pipeline-parallel", help="numbers of stages, such as 2: are they exact")
     parser.add_argument("--quantization", choices=QUANTIZATIONS, help="round weights, as in LLM(...)")
     parser.add_argument("--exact", action="store_true", help="only the architectures of EXPECTED_EXACT")
     parser.add_argument("--fusions", action="store_true", help="count what the fusion passes recognize instead")
@@ -433,6 +441,14 @@ def main_sharded(names: list[str], args: argparse.Namespace) -> int:
     return 0 if enough and not any(row.refused for row in rows) else 1
 
 
+def main_staged(names: list[str], args: argparse.Namespace) -> int:
+    """Part all selected architectures into stages; 1 if one fails."""
+    numbers = [int(number) for number in args.pipeline_parallel.split(",")]
+    rows = collect([f"{name}@{stages}" for name in names for stages in numbers], args, say_staged, staged_tables)
+    print(staged_tables(rows))
+    return 1 if any("not exact" in row.refused for row in rows) else 0
+
+
 def main_exactness(names: list[str], args: argparse.Namespace) -> int:
     """Serve all selected architectures; 1 if one is wrong, or an expected one not exact."""
 
@@ -470,6 +486,8 @@ def main() -> int:
         return main_rounded(names, args)
     if args.tensor_parallel:
         return main_sharded(names, args)
+    if args.pipeline_parallel:
+        return main_staged(names, args)
     if args.fusions:
         return main_fusions(names, args)
     return main_exactness(names, args)

@@ -24,7 +24,7 @@ from .capture.state_layers import check_state
 from .capture.stored_parameters import has_stored_parameters, unpack_latent_attention
 from .capture.trace import Captured, capture
 from .costs.schedules import annotate_schedules
-from .link.linker import LinkedProgram, link
+from .link.linker import LinkedProgram, link, link_stage
 from .options import CompileOptions
 from .pipeline import References, Rewritten, rewrite
 from .report import CompileReport, Verdict, first_line
@@ -159,17 +159,19 @@ def build_unpacked(
         restart = None if switch is None else restart_length(model, switch)
         inductor = (
             traced.npu is None
-            and traced.ranks == 1
+            and options.world_size == 1
             and options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced))
         )
         # What is packed before anything runs it need not be merged first.
         merge = not owns_weights or inductor or traced.npu is not None or not options.packs
         linked = functools.partial(link, traced, report=report, restart_length=restart, merge=merge)
         shallow = None
-        if references.shallow is not None and traced.ranks == 1:
+        if references.shallow is not None and options.world_size == 1:
             of_few = link(rewritten.captured, call_kernels(rewritten.captured), merge=merge)
             shallow = of_few, references.shallow
-        if traced.npu is not None:
+        if bounds := traced.notes.boundaries:
+            program = link_stage(traced, len(bounds), report, restart_length=restart, merge=merge)
+        elif traced.npu is not None:
             program = _link_for_npu(linked, traced, options, reference, report, owns_weights)
         elif inductor:
             # Until weights are rounded and packed, every product would round its own.
@@ -221,7 +223,7 @@ def finish(built: Built, *, owns_weights: bool) -> None:
     nothing is compared."""
     if built.traced.npu is not None:
         return
-    if built.traced.ranks > 1:
+    if built.options.world_size > 1:
         with timed(built.program.report.seconds):
             if built.options.packs or built.program.has_stored_weights:
                 built.program.pack_weights(release=owns_weights)

@@ -50,6 +50,7 @@ class Choices:
         batch_invariant: CPU only: a token's logits are bitwise independent of the batch, of the chunks of its prompt,
             and of the number of threads. Weights are not packed.
         tensor_parallel_size: ranks that hold each layer together, each a part of its heads, features and experts.
+        pipeline_parallel_size: stages that hold some of the layers each, of ``tensor_parallel_size`` ranks.
         npu_options: NPU only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
@@ -78,6 +79,9 @@ class Choices:
     batch_invariant: bool = option(False, "On a CPU: the same numbers in every batch, bit for bit; slower.")
     tensor_parallel_size: int = option(
         1, "Processes that hold each layer together.", flags=("--tensor-parallel-size", "-tp")
+    )
+    pipeline_parallel_size: int = option(
+        1, "Stages of processes that hold some of the layers each.", flags=("--pipeline-parallel-size", "-pp")
     )
     npu_options: Mapping[str, Any] = option({}, "Options of codegen ge or aclgraph.")
     schedule: Mapping[str, bool] = option(

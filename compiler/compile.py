@@ -17,6 +17,7 @@ from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
 from ..runtime.phases import phase, timed
 from .calibrate.recorded_grid import on_recorded_grid
+from .link.linkage import Linkage
 from .link.linker import LinkedProgram
 from .live_module.describer import CannotIdentify
 from .options import CompileOptions
@@ -39,7 +40,15 @@ from .warm_start.record import (
     start_tensors,
     warm_key,
 )
-from .warm_start.restore import Outdated, StoredProgram, StoredReference, describe, restore, tensors_read
+from .warm_start.restore import (
+    Outdated,
+    StoredProgram,
+    StoredReference,
+    describe,
+    restore,
+    stage_of_rank,
+    tensors_read,
+)
 from .warm_start.shipment import AnyProgram, OtherRanks, Shipment
 from .weights.tensor_contents import contents_digest, module_tensors
 
@@ -66,7 +75,7 @@ def compile_program(
     Args:
         files: files that the model was just loaded from, by which ``program_of_checkpoint`` finds the program.
         loaded: names of the Python modules loaded before the model was; by default those loaded now.
-        others: the ranks besides this one, where ``tensor_parallel_size`` is more than one.
+        others: the ranks besides this one, where the options ask for several.
     """
     options = options.for_device(next(model.parameters()).device.type)
     if options.target == "cpu":
@@ -147,11 +156,10 @@ def _shipped(built: Built, model: nn.Module) -> StoredProgram:
         UnsupportedModel: a part of it has no plain form.
     """
     try:
-        data = describe(built.traced, built.program.linkage, model)
+        data = describe(built.traced, Linkage.of(built.traced, built.program.restart_length), model)
     except CannotStore as error:
         raise UnsupportedModel(
-            f"tensor_parallel_size={built.options.tensor_parallel_size}: its program cannot be sent to other ranks "
-            f"({error}); use tensor_parallel_size=1"
+            f"its program cannot be sent to {built.options.world_size - 1} other ranks ({error}); use one process"
         ) from error
     return replace(data, report=CompileReport(built.program.report.model))
 
@@ -239,7 +247,8 @@ def _of_record(
     if stored is None or stored.reference is None:
         return None
     try:
-        program = restore(stored, start_tensors(record, files, tensors_read(stored)), merge=not options.packs)
+        own = stage_of_rank(stored, 0)
+        program = restore(own, start_tensors(record, files, tensors_read(own)), merge=not options.packs)
         reference = stored.reference.reference()
     except Exception as error:
         log.warning("cannot use the stored program %s (%s); loading the model's class", record.program, error)
@@ -287,7 +296,7 @@ def _stored(
     if stored is None or (stored.reference is None and options.verify != "off"):
         return None
     try:
-        program = restore(stored, module_tensors(model))
+        program = restore(stage_of_rank(stored, 0), module_tensors(model))
     except Outdated as error:
         log.info("not using the stored program: %s", error)
         store.discard(key)
@@ -355,12 +364,13 @@ def program_of_rank(
     Raises:
         Outdated: the checkpoint or the module is not the one that was compiled.
     """
+    own = stage_of_rank(shipment.program, rank)
     if shipment.sources is not None and files is not None:
-        named = start_tensors(shipment.sources, files, tensors_read(shipment.program))
+        named = start_tensors(shipment.sources, files, tensors_read(own))
     else:
         assert module is not None
         named = module_tensors(module)
-    program = restore(shipment.program, named, merge=not shipment.packs, rank=rank)
+    program = restore(own, named, merge=not shipment.packs, rank=rank)
     if shipment.packs or program.has_stored_weights:
         program.pack_weights(release=True)
     if module is not None:

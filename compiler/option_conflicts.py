@@ -24,6 +24,11 @@ CONFLICTS: dict[str, dict[str, str]] = {
         "codegen='inductor'": "several ranks run our own kernels; omit it",
         "backend='pagoda'": f"the caller's process runs the model there; {_LEFT_OUT}",
     },
+    "pipeline_parallel_size": {
+        "codegen='inductor'": "stages run our own kernels; omit it",
+        "target='npu'": "only CPUs support it; omit it, or use the CPU",
+        "backend='pagoda'": f"the caller's process runs the model there; {_LEFT_OUT}",
+    },
     "batch_invariant": {
         **dict.fromkeys(("codegen='inductor'", "codegen='ge'", "codegen='aclgraph'"), _SUMS),
         "target='npu'": "only CPUs support it; omit it, or use the CPU",
@@ -82,8 +87,8 @@ def check_conflicts(options: Mapping[str, Any], backend: str = "") -> None:
     """
     schedule = {name: on for name, on in options["schedule"].items() if on}
     given = {**options, "schedule": schedule, "static_decode": bool(options["static_decode"]), "backend": backend}
-    if given["tensor_parallel_size"] == 1:
-        given["tensor_parallel_size"] = None
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        given[name] = None if given[name] == 1 else given[name]
     for name in ("schedule", "npu_options"):
         given |= {f"{name}[{key!r}]": value for key, value in given[name].items()}
     facts = {f"{name}={value!r}" for name, value in given.items()}

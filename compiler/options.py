@@ -64,9 +64,10 @@ class CompileOptions(Choices):
         _check_kv_cache_dtype(self.kv_cache_dtype)
         if self.group_size is not None:
             check_group_size(self.group_size)
-        ranks = self.tensor_parallel_size
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
-            raise ValueError(f"tensor_parallel_size={ranks!r} is not a number from 1 to {MOST_RANKS}; give one")
+        for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+            ranks = getattr(self, name)
+            if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+                raise ValueError(f"{name}={ranks!r} is not a number from 1 to {MOST_RANKS}; give one")
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
             raise ValueError(
                 f"block_size={self.block_size!r} is not a multiple of 16, which Ascend's attention requires; use one"
@@ -145,6 +146,11 @@ class CompileOptions(Choices):
         cann = installed_cann() if self.cann == "auto" else self.cann
         tried_on = "npu" if device == "npu" else ""
         return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann, tried_on)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes that run the program together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def packs(self) -> bool:

@@ -15,6 +15,7 @@ from ..passes import SHARDING, Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
+from ..passes.graph.stages import choose_boundaries, parted
 from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.lower.npu.experts.rows_in_place import check_rows_read_once
 from ..passes.rewrite.fold_constants import fold_constants
@@ -152,11 +153,13 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
     if reference is not None:
         _check_long_windows(captured, found, stages.aten[stages.lowering :], reference, report)
     report.dropped_passes = dropped + report.dropped_passes
-    if found.unsharded is not None:
-        found = _of_ranks(captured, found.unsharded, stages, options, references, report)
+    if options.world_size > 1:
+        found = _of_ranks(captured, found, stages, options, references, report)
     if options.tensor_parallel_size > 1 and not found.traced.notes.parts:
         log.warning("nothing of %s can be cut: each of its ranks holds and computes all of it", report.model)
     _hold_weights(found.traced, stages.weights, options.quantization, report)
+    if options.pipeline_parallel_size > 1:
+        found.traced.notes.boundaries = choose_boundaries(found.traced, options.pipeline_parallel_size)
     if found.captured is not found.traced:  # it is to run over the same weights
         found.captured.notes.of_layers = frozenset()
         run_passes(found.captured, [*stages.folds, *stages.weights])
@@ -339,7 +342,7 @@ def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None
 
 def _of_ranks(
     captured: Captured,
-    unsharded: TracedGraph,
+    found: Rewritten,
     stages: _Stages,
     options: CompileOptions,
     references: References,
@@ -351,26 +354,31 @@ def _of_ranks(
     Raises:
         UnsupportedModel: together they do not compute what the model does.
     """
-    dropped = {name for name, _ in report.dropped_passes}
-    rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
-    graphs, records = [], []
-    for rank in range(options.tensor_parallel_size if references.thorough is not None else 1):
-        traced, applied = of_one_rank(unsharded, options, rank, rest)
-        graphs.append(traced)
-        records.append(applied)
-    again = {entry.name for entry in rest}
-    report.passes = [record for record in report.passes if record.name not in again] + records[0]
+    graphs = [found.captured]
+    if found.unsharded is not None:
+        dropped = {name for name, _ in report.dropped_passes}
+        rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
+        count = options.tensor_parallel_size if references.thorough is not None else 1
+        ranks = [of_one_rank(found.unsharded, options, rank, rest) for rank in range(count)]
+        graphs = [traced for traced, _ in ranks]
+        again = {entry.name for entry in rest}
+        report.passes = [record for record in report.passes if record.name not in again] + ranks[0][1]
     if references.thorough is not None:
-        report.verdict = _together(captured, graphs, references.thorough)
+        report.verdict = _together(captured, parted(graphs, options.pipeline_parallel_size), references.thorough)
         if not report.verdict.ok:
+            asked = f"tensor_parallel_size={options.tensor_parallel_size}"
+            if options.pipeline_parallel_size > 1:
+                asked += f", pipeline_parallel_size={options.pipeline_parallel_size}"
             raise UnsupportedModel(
-                f"{report.model}: tensor_parallel_size={options.tensor_parallel_size}: the ranks together are not "
-                f"exact ({report.verdict.reason}). Please report the model; tensor_parallel_size=1 runs it whole"
+                f"{report.model}: {asked}: the ranks together are not exact ({report.verdict.reason}). Please report "
+                "the model; one process runs it whole"
             )
+    if found.unsharded is None:
+        return found
     traced = graphs[0]
     if captured.repeat is not None:
         traced = _with_all_layers(captured.repeat, traced, stages)
-    return Rewritten(traced, graphs[0], unsharded, unsharded)
+    return Rewritten(traced, graphs[0], found.unsharded, found.unsharded)
 
 
 def of_one_rank(

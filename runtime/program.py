@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +40,10 @@ class CacheSpec:
     group: int = 0
     by_token: bool = False
     scales_by_head: bool = False
+
+    def elsewhere(self) -> CacheSpec:
+        """The same layer in a process that holds none of its heads: it takes no memory."""
+        return replace(self, num_kv_heads=0)
 
     @property
     def has_scales(self) -> bool:
@@ -78,6 +82,10 @@ class StateSpec:
     shape: tuple[int, ...]
     dtype: torch.dtype
     group: int = 0
+
+    def elsewhere(self) -> StateSpec:
+        """The same operator in a process that does not hold its state, which takes no memory."""
+        return replace(self, shape=(0,))
 
     @property
     def has_scales(self) -> bool:
@@ -141,6 +149,9 @@ class Program(Protocol):
     ``graph_stats()``, figures about them for ``Engine.stats``. One that is a part of several ranks' may have
     ``mode(step)``, the name of the way in which a step is going to run, which has to be the same on all of them, and
     an attribute ``group``, which is set to the ranks.
+
+    One that runs a stage of a pipeline has ``whole_caches``, those of all stages, by which sequences are planned; of
+    its own ``caches`` those that other stages hold are empty.
 
     One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)`` and ``copier(…)``, which
     stand for the function and the class of these names, ``start_again()``, which makes it usable after

@@ -63,6 +63,7 @@ class LLMOptions(ModelOptions, total=False):
 
     generation_config: str | os.PathLike[str]
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     distributed_executor_backend: str
     trust_remote_code: bool
     worker_restarts: int

@@ -1,7 +1,7 @@
 """One rank of a group of processes, started by rank 0: ``python -m torch_pagoda.rank`` and numbers.
 
 The numbers are the descriptors of the socket to rank 0 and of the file in which the ranks meet, the rank, the number
-of ranks, and the process id of rank 0.
+of ranks, the number of stages that they run, and the process id of rank 0.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
         arguments: the numbers.
         load_program: makes this rank's program.
     """
-    fd, meeting, rank, size, leader = map(int, arguments)
+    fd, meeting, rank, size, stages, leader = map(int, arguments)
     _end_with(leader, fd)
     # Ctrl-C in a terminal reaches the whole group of processes; rank 0 decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -48,7 +48,7 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
     from .runtime.parallel.host_group import meet_on_host
 
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
-    meet = partial(meet_on_host, meeting, rank, size, _MEET_SECONDS)
+    meet = partial(meet_on_host, meeting, rank, size, stages, _MEET_SECONDS)
     try:
         take_part(Channel(socket.socket(fileno=fd)), meet, load_program, facts(torch.get_num_threads()))
     except BaseException:  # rank 0 was told

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,17 +42,24 @@ class ShippingRanks:
     Args:
         model: the checkpoint.
         loading: how it is loaded.
-        size: number of ranks, this one included.
+        compiling: say how many ranks there are, and how many stages they run.
         launched: the others, where a launcher has started them.
     """
 
     def __init__(
-        self, model: str | os.PathLike[str], loading: LoadOptions, size: int, launched: LaunchedRanks | None
+        self,
+        model: str | os.PathLike[str],
+        loading: LoadOptions,
+        compiling: CompileOptions,
+        launched: LaunchedRanks | None,
     ) -> None:
+        size = compiling.world_size
         self._model, self._loading, self._launched = os.fspath(model), loading, launched
         torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
-        known = {} if launched is None else _known(model, loading)
-        self._ranks = Ranks(size, launched=launched, known=known, restarts=RestartLimit(loading.worker_restarts))
+        known = {} if launched is None else _known(model, loading, compiling)
+        restarts = RestartLimit(loading.worker_restarts)
+        stages = compiling.pipeline_parallel_size
+        self._ranks = Ranks(size, stages=stages, launched=launched, known=known, restarts=restarts)
 
     def load(self, shipment: Shipment) -> None:
         """Send the program; the others load it while this rank packs its own part."""
@@ -87,28 +96,36 @@ def other_ranks(
         ValueError: the model cannot be run by several ranks, or the launcher has started another number of them.
         SystemExit: this process was another rank than 0.
     """
-    size, launches = compiling.tensor_parallel_size, loading.distributed_executor_backend == "external_launcher"
+    size, launches = compiling.world_size, loading.distributed_executor_backend == "external_launcher"
+    stages = compiling.pipeline_parallel_size
     place = Place.of_environment() if launches else Place(0, size, size)
+    asked = f"tensor_parallel_size={compiling.tensor_parallel_size}"
     if place.size != size:
-        raise ValueError(f"the launcher has started {place.size} processes; use tensor_parallel_size={place.size}")
+        remedy = f"use tensor_parallel_size={place.size}"
+        if stages > 1:
+            remedy = f"{asked} with pipeline_parallel_size={stages} needs {size}"
+        raise ValueError(f"the launcher has started {place.size} processes; {remedy}")
     if size == 1:
         return None
-    asked = f"tensor_parallel_size={size}"
+    if stages > 1:
+        asked = f"pipeline_parallel_size={stages}" + (f" with {asked}" if size > stages else "")
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"{asked}: every rank reads the checkpoint, and a live module has none; pass its folder")
     if device.type != "cpu" or compiling.target == "npu":
         raise ValueError(f"{asked} runs on CPUs only so far; omit it, or use device='cpu'")
     if place.local_size > (cores := len(os.sched_getaffinity(0))):
         raise ValueError(f"{asked} is more than the {cores} processors that this process may use; lower it")
+    if stages > 1 and (layers := _number_of_layers(model)) is not None and layers < stages:
+        raise ValueError(f"pipeline_parallel_size={stages} is more than the {layers} layers of the model; lower it")
     if place.rank == 0:
-        return ShippingRanks(model, loading, size, LaunchedRanks(place) if launches else None)
+        return ShippingRanks(model, loading, compiling, LaunchedRanks(place, stages=stages) if launches else None)
     torch.set_num_threads(threads_per_rank(place.local_size))
-    launched = LaunchedRanks(place)
+    launched = LaunchedRanks(place, stages=stages)
     channel = launched.join()
     ends = EndsWithFirst(channel)
     try:
-        meet, known = launched.meeting(launched.timeout), facts(torch.get_num_threads()) | _known(model, loading)
-        take_part(channel, meet, load_program, known)
+        known = facts(torch.get_num_threads()) | _known(model, loading, compiling)
+        take_part(channel, launched.meeting(launched.timeout), load_program, known)
     finally:
         ends.over.set()
     raise SystemExit(0)
@@ -163,6 +180,21 @@ def _contents(files: CheckpointFiles) -> Sequence[Sequence[int | str]]:
     return found
 
 
-def _known(model: object, loading: LoadOptions) -> dict[str, str]:
+def _known(model: object, loading: LoadOptions, compiling: CompileOptions) -> dict[str, str]:
     """What all processes of a launcher have been asked for."""
-    return {"model": os.path.basename(str(model)), "options of loading": repr(loading)}
+    return {
+        "model": os.path.basename(str(model)),
+        "options of loading": repr(loading),
+        "pipeline_parallel_size": str(compiling.pipeline_parallel_size),
+    }
+
+
+def _number_of_layers(model: str | os.PathLike[str]) -> int | None:
+    """The layers that the configuration in a checkpoint's folder names; None where it cannot be told."""
+    try:
+        config = json.loads(Path(model, "config.json").read_text())
+    except (OSError, ValueError):
+        return None
+    texts = [config, config.get("text_config") or {}]
+    found = [text[name] for text in texts for name in ("num_hidden_layers", "n_layer", "n_layers") if name in text]
+    return int(found[0]) if found else None

@@ -21,6 +21,7 @@ from .layer_caches import all_caches
 from .live_memory import peak_live_bytes
 from .rank_shares import rank_shares
 from .skeleton import build_skeleton
+from .stage_shares import StageShares, stage_shares
 from .traffic import Step
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Requirements:
         caches: what each cached layer of the whole model stores, likewise.
         max_model_len: positions that it supports, or None when it does not say.
         graph: the rewritten graph of a few layers, for ``activation_bytes``.
+        stages: what the stages of a pipeline hold; None without them.
     """
 
     model: str
@@ -47,6 +49,7 @@ class Requirements:
     caches: tuple[CacheSpec | StateSpec, ...]
     max_model_len: int | None
     graph: TracedGraph
+    stages: StageShares | None = None
 
     def activation_bytes(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
@@ -84,13 +87,17 @@ def requirements(
     skeleton = build_skeleton(kind, config, dtype)
     options = replace(options, verify="off", codegen="none").for_device("cpu")
     report = CompileReport(type(skeleton.model).__name__)
-    found = rewrite(capture(skeleton.model), options, References(None), report)
+    whole = replace(options, pipeline_parallel_size=1)  # the skeleton may have fewer layers than there are stages
+    found = rewrite(capture(skeleton.model), whole, References(None), report)
     traced = found.traced
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
     if found.unsharded is not None:
         sharded, records = of_one_rank(found.unsharded, options)
         shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives, traced)
         weight_bytes += shares.rank_weight_bytes - shares.weight_bytes
+    stages = None
+    if options.pipeline_parallel_size > 1:
+        stages = stage_shares(traced, skeleton.representatives, options.pipeline_parallel_size)
     return Requirements(
         model=type(skeleton.model).__name__,
         parameters=parameters,
@@ -99,6 +106,7 @@ def requirements(
         caches=all_caches(traced, skeleton.representatives),
         max_model_len=traced.max_positions,
         graph=traced,
+        stages=stages,
     )
 
 

@@ -12,7 +12,8 @@ from ...passes import TracedGraph
 from ...passes.graph.cut import Runs
 from ...passes.graph.evaluate import at_sizes
 from ...passes.graph.fx_nodes import shape, value
-from ...passes.graph.notes import PackedWeight
+from ...passes.graph.notes import Boundary, PackedWeight
+from ...runtime.parallel.stage_values import StageValue
 from ...runtime.program import CacheSpec, StateSpec, is_cache_input
 
 
@@ -40,6 +41,11 @@ class Linkage:
         ranks: processes that run it together.
         cuts: of the inputs that receive a rank's part of a tensor, the dim that is cut and the runs of indices that
             each rank holds (``Cut.runs``).
+        boundaries: where the stages of a pipeline begin, but for the first, in the graph of all of them.
+        held: of ``caches``, the indices of those that this process holds; None: all. This and the next two are of the
+            graph of one stage (``link.stages``).
+        received: what it receives of the stage before; the last of ``inputs``.
+        sent: its outputs, for the stage behind; () where it yields the logits.
     """
 
     inputs: tuple[str, ...]
@@ -60,6 +66,10 @@ class Linkage:
     restart_length: int | None
     ranks: int = 1
     cuts: Mapping[str, tuple[int, Runs]] = field(default_factory=dict)
+    boundaries: tuple[Boundary, ...] = ()
+    held: frozenset[int] | None = None
+    received: tuple[StageValue, ...] = ()
+    sent: tuple[StageValue, ...] = ()
 
     @classmethod
     def of(cls, traced: TracedGraph, restart_length: int | None = None) -> Linkage:
@@ -100,4 +110,5 @@ class Linkage:
             restart_length=restart_length,
             ranks=traced.ranks,
             cuts={name: (part.cut.dim, part.cut.runs) for name, part in traced.notes.parts.items()},
+            boundaries=traced.notes.boundaries,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -14,13 +14,13 @@ from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.linear.packed_linear import pack_weight
 from ...runtime.ops.linear.quantized_weight import pack_stored, quantize_weight
 from ...runtime.ops.linear.stored_weight import StoredWeight
-from ...runtime.parallel.group import RankGroup
+from ...runtime.parallel.group import RankGroup, StageGroup
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec, is_cache_input
 from ...runtime.state_tables import CHUNK_TABLES, MOST_CHUNKED_TOKENS
 from ...runtime.step_metadata import StepMetadata
 from ..report import CompileReport
-from ..targets.cpu.kernels import GraphCalls
+from ..targets.cpu.kernels import GraphCalls, kernel_calls
 from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
 from ..targets.npu.warm_up.warm_up import warm_up
@@ -29,6 +29,7 @@ from ..weights.file_pages import FilePages
 from ..weights.merged_weights import merge_inputs, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
+from .stages import stage_of
 
 
 def link(
@@ -55,6 +56,16 @@ def link(
     return LinkedProgram(linkage, traced.constants, run, report)
 
 
+def link_stage(
+    traced: TracedGraph, stage: int, report: CompileReport, *, restart_length: int | None = None, merge: bool = True
+) -> LinkedProgram:
+    """As ``link``, of one stage of a graph that is parted."""
+    module, linkage = stage_of(traced.graph, Linkage.of(traced, restart_length), stage)
+    constants = dict(traced.constants)
+    merge_linked(linkage, constants, packed=merge)
+    return LinkedProgram(linkage, constants, kernel_calls(module), report)
+
+
 def merge_linked(linkage: Linkage, constants: dict[str, torch.Tensor], *, packed: bool) -> None:
     """Merge the rows of a program's inputs (see ``merged_weights``), of those that are packed only if ``packed``."""
     later = () if packed else {weight.name for weight in linkage.packed}
@@ -72,6 +83,7 @@ class LinkedProgram:
 
     Attributes:
         linkage: as given.
+        whole_caches: see ``runtime.program.Program``.
         copied_weights: the module's tensors that the program holds packed copies of, or constants computed from or
             numbers read off; a change of their values does not reach it.
         weight_bits: the fewest that weights are rounded to, or, of those that a checkpoint stores so, their inputs;
@@ -90,7 +102,11 @@ class LinkedProgram:
     ) -> None:
         self.linkage = linkage
         self.report = report if report is not None else CompileReport("")
-        self.caches: list[CacheSpec | StateSpec] = list(linkage.caches)
+        held = range(len(linkage.caches)) if linkage.held is None else linkage.held
+        self.caches: list[CacheSpec | StateSpec] = [
+            spec if i in held else spec.elsewhere() for i, spec in enumerate(linkage.caches)
+        ]
+        self.whole_caches = list(linkage.caches)
         self.max_model_len = linkage.max_model_len
         self.restart_length = linkage.restart_length
         self.rope_switch = linkage.rope_switch
@@ -123,7 +139,8 @@ class LinkedProgram:
         for an NPU, whose operators take lengths as lists."""
         if not isinstance(run, GraphCalls) or self.device.type != "cpu" or not self.caches or self.block_size:
             return None
-        names = [linkage.input_ids, *filter(None, [linkage.position_ids]), *linkage.step_inputs]
+        received = [value.name for value in linkage.received]
+        names = [linkage.input_ids, *filter(None, [linkage.position_ids]), *linkage.step_inputs, *received]
         tables = [self._at[name] for name in linkage.step_inputs if name.startswith("block_table")]
         return RecordedSteps(run, [self._at[name] for name in names], tables)
 
@@ -164,7 +181,7 @@ class LinkedProgram:
                 )
             for part, tensor in zip(parts, tensors, strict=True):
                 if isinstance(spec, StateSpec):
-                    self._args[self._at[f"{part.name}_{i}"]] = _state_tensor(i, part, tensor)
+                    self._bind(f"{part.name}_{i}", _state_tensor(i, part, tensor))
                     continue
                 size = tensor.shape[2 if part.by_head else 1] if tensor.dim() > 2 else 0
                 if tensor.shape[1:] != part.block_shape(size) or tensor.dtype != part.dtype:
@@ -178,12 +195,16 @@ class LinkedProgram:
                         f"kv_cache[{i}] {part.name} has blocks of {size} tokens; the program was compiled "
                         f"for block_size={self.block_size}"
                     )
-                self._args[self._at[f"{part.name}_{i}"]] = tensor
+                self._bind(f"{part.name}_{i}", tensor)
         if self._route is not None:
             self._route.bind(kv_cache)
         if self._recorded is not None:
             self._recorded.clear()
         self._bound = True
+
+    def _bind(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._at:  # else another stage reads it
+            self._args[self._at[name]] = tensor
 
     def warm_up(self) -> None:
         """Compile or capture every planned size of steps, and compare each; ``report.sizes`` says what became of it.
@@ -319,17 +340,27 @@ class LinkedProgram:
         return size
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows."""
+        """Run one flat step: ``[1, T]`` ids and positions → ``[R, vocab_size]`` logits of the asked rows; the program
+        of a stage that is not the last one passes on what the next one reads."""
         asked = step.logits_rows.shape[0]
         if self._writes_all_states:
             check_all_write(step)
         if self._route is not None:
             input_ids, position_ids, step = self._route.fit(input_ids, position_ids, step)
         args = self.arguments(input_ids, position_ids, step)
+        if received := self.linkage.received:
+            args[-len(received) :] = self._stages.receive(received, input_ids.shape[1])
         with torch.no_grad():
             outputs = self._run(*args) if self._recorded is None else self._recorded(args)
+        if self.linkage.sent:
+            self._stages.pass_on(outputs)
+            return outputs[0]  # type: ignore[no-any-return]
         logits = self.logits(outputs, step)
         return logits if self._route is None else logits[:asked]
+
+    @property
+    def _stages(self) -> StageGroup:
+        return cast(StageGroup, self.group)
 
     def arguments(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> list[Any]:
         """Values of the graph's inputs for a step."""

@@ -31,7 +31,7 @@ from ..tolerance import HALF, ROUNDINGS, chooses_keys, judged_share, routes_toke
 from ..weights.merged_weights import link_merged_weights
 from .deferred_weights import ChangedWeight, OfRank, Part, Rows, Unpacked, Weights
 from .float32_run import Deferred, Float32Graph, NodeByNode
-from .lockstep import Lockstep, LockstepFloat32
+from .lockstep import Lockstep, LockstepFloat32, LockstepStages, same_logits
 from .self_check import (
     Reference,
     Schedule,
@@ -218,8 +218,10 @@ def _compared_steps(
     for traced in graphs:
         traced.recompile()
     kind = LockstepFloat32 if in_float32 else Lockstep
-    run = kind(graphs, _kept(constants[0]))
-    programs = [LinkedProgram(linkage, own, run) for own in constants]
+    run: Lockstep | LockstepStages = kind([traced.module for traced in graphs], _kept(constants[0]))
+    if linkage.boundaries:
+        run = LockstepStages(kind, graphs, linkage, _kept(constants[0]))
+    programs = [LinkedProgram(linkage, own, run.ranks) for own in constants]
     planned = [list(planned_steps(program, reference, alone=alone)) for program in programs]  # each binds its caches
     inputs = [
         [
@@ -231,7 +233,7 @@ def _compared_steps(
     one_by_one = graphs[0].npu is not None and has_state(linkage.caches)
     outputs = [run.ranks([given])[0] for given in inputs] if one_by_one else run.ranks(inputs)
     for step, yielded in zip(planned[0], outputs, strict=True):
-        yield step.group, programs[0].logits(yielded, step.metadata).float(), step.expected
+        yield step.group, programs[0].logits(same_logits(yielded), step.metadata).float(), step.expected
 
 
 def _kept(constants: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from ...passes import TracedGraph
+from ..link.linkage import Linkage
+from ..link.stages import stage_of
 from .float32_run import Float32Graph, NodeByNode
 
 _pagoda, _functional = torch.ops.pagoda, torch.ops._c10d_functional
@@ -19,36 +21,28 @@ class Lockstep(NodeByNode):
     """A graph that every rank runs, each over its own constants and caches, with collectives computed jointly.
 
     Args:
-        graphs: of the ranks, in order.
+        modules: the ranks' graphs, in order.
         constants: as for ``NodeByNode``.
 
     Raises:
         ValueError: the ranks' graphs differ.
     """
 
-    def __init__(self, graphs: Sequence[TracedGraph], constants: Collection[str]) -> None:
-        calls = [[(node.op, node.name, node.target) for node in traced.graph.nodes] for traced in graphs]
+    def __init__(self, modules: Sequence[fx.GraphModule], constants: Collection[str]) -> None:
+        calls = [[(node.op, node.name, node.target) for node in module.graph.nodes] for module in modules]
         if any(other != calls[0] for other in calls):
             raise ValueError("the ranks' graphs differ; all ranks have to run one graph")
-        super().__init__(graphs[0].module, constants)
-        self._ranks = len(graphs)
+        super().__init__(modules[0], constants)
+        self._ranks = len(modules)
 
-    def ranks(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[Sequence[Any]]:
-        """The results of several calls.
+    def ranks(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
+        """The results of several calls, on every rank.
 
         Args:
             calls: of each, the values of the inputs on every rank.
-
-        Raises:
-            RuntimeError: a result differs between ranks in a bit.
         """
         yielded = self.together([given[rank] for rank in range(self._ranks) for given in calls])
-        first = yielded[: len(calls)]
-        for rank in range(1, self._ranks):
-            for own, results in zip(first, yielded[rank * len(calls) :], strict=False):
-                if not torch.equal(own[0], results[0]):
-                    raise RuntimeError(f"rank {rank} computes other logits than rank 0")
-        return first
+        return [yielded[i :: len(calls)] for i in range(len(calls))]
 
     def _run(self, node: fx.Node, runs: Any, mode: AbstractContextManager[Any]) -> None:
         count = len(runs) // self._ranks
@@ -62,6 +56,57 @@ class Lockstep(NodeByNode):
             found = joint([values[node.args[0]] for values in together])
             for values in together:
                 values[node] = found.clone()
+
+
+def same_logits(results: Sequence[Sequence[Any]]) -> Sequence[Any]:
+    """The result of a call that all ranks have yielded.
+
+    Raises:
+        RuntimeError: it differs between ranks in a bit.
+    """
+    for rank, own in enumerate(results):
+        if not torch.equal(own[0], results[0][0]):
+            raise RuntimeError(f"rank {rank} computes other logits than rank 0")
+    return results[0]
+
+
+class LockstepStages:
+    """The stages of a pipeline one after the other, all ranks of each in lockstep.
+
+    Args:
+        kind: ``Lockstep``, or the same in float32.
+        graphs: of the ranks of one stage, over all stages.
+        linkage: of them.
+        constants: as for ``NodeByNode``.
+    """
+
+    def __init__(
+        self,
+        kind: type[Lockstep],
+        graphs: Sequence[TracedGraph],
+        linkage: Linkage,
+        constants: Collection[str],
+    ) -> None:
+        self._names = linkage.inputs
+        self._stages = []
+        for stage in range(len(linkage.boundaries) + 1):
+            of_ranks = [stage_of(traced.graph, linkage, stage) for traced in graphs]
+            own = of_ranks[0][1]
+            self._stages.append((own, kind([module for module, _ in of_ranks], constants)))
+
+    def ranks(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
+        """As ``Lockstep.ranks``, of calls of the whole graph."""
+        given = [[dict(zip(self._names, args, strict=True)) for args in call] for call in calls]
+        passed: list[list[Sequence[Any]]] = [[() for _ in call] for call in calls]
+        for own, stage in self._stages:
+            inputs = own.inputs[: len(own.inputs) - len(own.received)]
+            passed = stage.ranks(
+                [
+                    [[*map(values.__getitem__, inputs), *before] for values, before in zip(*call, strict=True)]
+                    for call in zip(given, passed, strict=True)
+                ]
+            )
+        return passed
 
 
 class LockstepFloat32(Lockstep, Float32Graph):

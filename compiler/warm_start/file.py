@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...passes.graph.notes import PackedWeight
+from ...passes.graph.notes import Boundary, PackedWeight
 from ...passes.graph.record import PassRecord, Rejection, Route
 from ...runtime.ops.linear.quantized_weight import Quantization
 from ...runtime.ops.linear.weight_format import InputScale
+from ...runtime.parallel.stage_values import StageValue
 from ...runtime.private_folder import cache_folder, check_private_folder, make_private_folder, open_private_file
 from ...runtime.program import CacheSpec, StateSpec
 from ..link.linkage import Linkage
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 DISABLE = "TORCH_PAGODA_DISABLE_PROGRAM_CACHE"
 """Environment variable: anything but "" and "0" compiles every program anew and keeps none."""
-_MARK = b"pagoda program 4\n"
+_MARK = b"pagoda program 5\n"
 _SUFFIX = ".program"
 _RECORDS = (
     *(
@@ -48,6 +49,8 @@ _RECORDS = (
         CacheSpec,
         StateSpec,
         PackedWeight,
+        Boundary,
+        StageValue,
     ),
     *(Quantization, InputScale, CompileReport, PassRecord, Rejection, Route, Verdict, PassCheck, SizeCheck),
     frozenset,

@@ -15,6 +15,7 @@ from ...passes.sharding.slices import part_of
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram, merge_linked
+from ..link.stages import stage_and_place, stage_of
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
 from ..verify.self_check import SHORT_SCHEDULE, Reference
@@ -142,14 +143,36 @@ def restore(
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
+    rank %= linkage.ranks
     for name, (dim, runs) in linkage.cuts.items():
-        if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
+        if len(runs) != linkage.ranks:
             raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
         constants[name] = part_of(constants[name], Cut.of_runs(dim, runs, constants[name].shape[dim]), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
     return LinkedProgram(linkage, constants, run, stored.report)
+
+
+def stage_of_rank(stored: StoredProgram, rank: int) -> StoredProgram:
+    """What a rank runs of a program that is parted into stages, and reads of its weights.
+
+    Raises:
+        ValueError: it is not parted where it says.
+    """
+    if not stored.linkage.boundaries:
+        return stored
+    stage, _ = stage_and_place(rank, stored.linkage)
+    module, linkage = stage_of(from_data(stored.graph).graph, stored.linkage, stage)
+    names = set(linkage.inputs)
+    return replace(
+        stored,
+        graph=to_data(module.graph),
+        linkage=linkage,
+        weights={name: source for name, source in stored.weights.items() if name in names},
+        tensors={name: tensor for name, tensor in stored.tensors.items() if name in names},
+        digests={name: digest for name, digest in stored.digests.items() if name in linkage.folded},
+    )
 
 
 def tensors_read(stored: StoredProgram) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...runtime.ops.linear.quantized_weight import Quantization
+from ...runtime.parallel.stage_values import StageValue
 from .cut import Cut
 
 
@@ -86,6 +87,19 @@ def fewest_bits(weights: Iterable[PackedWeight | QuantizedInputs]) -> int | None
 
 
 @dataclass(frozen=True)
+class Boundary:
+    """Where a stage of a pipeline begins.
+
+    Attributes:
+        first: name of its first node.
+        values: what it receives of the stage before.
+    """
+
+    first: str
+    values: tuple[StageValue, ...]
+
+
+@dataclass(frozen=True)
 class Part:
     """Where a graph input's tensor comes from that is the part of one rank.
 
@@ -118,6 +132,7 @@ class GraphNotes:
             are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
         parts: graph input → the tensor that it receives a part of, in a graph for one of several ranks.
+        boundaries: where the stages of a pipeline begin, but for the first; see ``graph.stages``.
         followed_literals: literal → names of the nodes in which it is a window, chunk or number of chosen keys
             that was too large to run.
     """
@@ -130,6 +145,7 @@ class GraphNotes:
     of_layers: frozenset[str] = frozenset()
     rope_switch: int | None = None
     parts: dict[str, Part] = field(default_factory=dict)
+    boundaries: tuple[Boundary, ...] = ()
     followed_literals: dict[int, set[str]] = field(default_factory=dict)
 
     @property

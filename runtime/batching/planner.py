@@ -28,8 +28,9 @@ class Planner:
         num_swaps: number of these that were copied to host memory.
         suspects: requests whose state a failed step has spoilt. Each is recomputed alone up to its newest token, so
             that only a request that makes steps fail is ended for it.
-        in_flight: requests of the step that is launched and not settled. They keep their blocks, see
-            ``could_preempt``; those that await its outcome are left out of the next step.
+        in_flight: requests of steps that are launched and not settled. They keep their blocks, see
+            ``could_preempt``; those that await an outcome are left out of the next step.
+        num_stages: steps of a pipeline that are under way at a time; sequences that decode are dealt to them.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Planner:
         self.num_swaps = 0
         self.suspects: set[Request] = set()
         self.in_flight: frozenset[Request] = frozenset()
+        self.num_stages = 1
+        self._decoded: frozenset[Request] = frozenset()  # in the last step, if there are stages
         self._batch: list[Request] = []  # the last batch, if ``batches`` forms them
 
     def plan(self) -> Plan:
@@ -134,6 +137,10 @@ class Planner:
                     "append the sampled token, or finish the request, before the next schedule()"
                 )
             (decodes if left == 1 else prefills).append(request)
+        if self.num_stages > 1 and (self.in_flight or not self.could_preempt()):
+            decodes.sort(key=self._decoded.__contains__)
+            del decodes[-(-len(self.queues.running) // self.num_stages) :]
+            self._decoded = frozenset(decodes)
         for group in (decodes, prefills):
             for request in group:
                 if plan.budget and request.status is RequestStatus.RUNNING:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..program import CacheSpec, StateSpec
+from ..program import CacheSpec, Program, StateSpec
 
 AnySpec = CacheSpec | StateSpec
+
+
+def whole_caches(program: Program) -> Sequence[AnySpec]:
+    """Return the caches of a model of which ``program`` may be a stage."""
+    return getattr(program, "whole_caches", program.caches)
 
 
 def token_specs(specs: Sequence[AnySpec]) -> list[CacheSpec]:

@@ -97,15 +97,17 @@ def cache_counts(specs: Sequence[AnySpec], sizes: CacheSizes) -> CacheCounts:
 
 def _host_counts(specs: Sequence[AnySpec], sizes: CacheSizes) -> tuple[int, int]:
     """Of states as many as sequences run, but no more than half of the memory holds where there are blocks, too; none
-    where it does not hold one of each."""
+    where it does not hold one of each. Layers that another stage of a pipeline holds limit neither."""
     block, slot, swap_space = bytes_per_block(specs, sizes.block_size), bytes_per_slot(specs), sizes.swap_bytes
-    if not block + slot or swap_space < block + slot:
+    if not specs or swap_space < block + slot:
         return 0, 0
-    slots = 0
+    slots = min(sizes.max_num_seqs, swap_space) if has_state(specs) else 0
     if slot:
         share = min(swap_space // 2, swap_space - block) if block else swap_space
-        slots = min(sizes.max_num_seqs, max(1, share // slot))
-    return (swap_space - slots * slot) // block if block else 0, slots
+        slots = min(slots, max(1, share // slot))
+    if not block:
+        return swap_space if token_specs(specs) else 0, slots
+    return (swap_space - slots * slot) // block, slots
 
 
 def plan_pools(
@@ -150,7 +152,7 @@ def plan_pools(
         for window in layers
         if 0 < window < max_model_len
     }
-    even = memory // sum(sizes.values()) if sizes else 0
+    even = memory // max(1, sum(sizes.values()))
     counts = dict.fromkeys(layers, even)
     while True:
         capped = {window: most[window] for window in layers if window in most and most[window] <= even}
@@ -162,7 +164,10 @@ def plan_pools(
         if share == even:
             break
         even = share
-    return tuple(PoolPlan(window, tuple(layers[window]), sizes[window], counts[window]) for window in layers)
+    return tuple(
+        PoolPlan(window, tuple(layers[window]), size, counts[window] if size else memory)
+        for window, size in sizes.items()
+    )
 
 
 def blocks_by_group(
@@ -195,7 +200,7 @@ def blocks_by_group(
     """
     if has_state(specs):
         slots = num_slots_wanted(max_num_seqs)
-        if num_blocks is None:
+        if num_blocks is None and bytes_per_slot(specs):
             given, name = memory, "kv_cache_memory"
             if given is None:
                 given, name = _default_memory() if free_memory is None else free_memory, "free memory"

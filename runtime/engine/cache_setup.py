@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ..blocks import BlockGroup, BlockManager
-from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs, whole_caches
 from ..cache.kv_cache import UNSTATED_MODEL_LEN
 from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
 from ..program import Program
@@ -84,7 +84,8 @@ def block_groups(program: Program, planned: CacheCounts, block_size: int, option
 
 def _check_swap_space(program: Program, block_size: int, options: EngineOptions) -> None:
     """Refuse memory for swapping that holds no sequence's block and state."""
-    block, slot = bytes_per_block(program.caches, block_size), bytes_per_slot(program.caches)
+    specs = whole_caches(program)
+    block, slot = bytes_per_block(specs, block_size), bytes_per_slot(specs)
     swap_space = options.swap_bytes
     if block + slot > 0 and swap_space >= block + slot:
         return

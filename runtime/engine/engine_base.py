@@ -12,7 +12,7 @@ from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..batching.cache_events import CacheEvents
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
-from ..cache.cache_specs import bytes_per_block, bytes_per_slot
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot, whole_caches
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
@@ -28,6 +28,7 @@ from .core import EngineCore, Result
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
+from .pipelined import PipelinedSteps
 from .state import EngineState
 from .step_runner import StepRunner
 
@@ -76,7 +77,8 @@ class EngineBase:
         max_model_len, reason = longest_sequence(self.block_manager, options.max_model_len, longest)
 
         self.limits = PromptLimits(program.vocab_size, max_model_len, reason)
-        cost = PreemptionCost(bytes_per_block(program.caches, 1), state_bytes=bytes_per_slot(program.caches))
+        specs = whole_caches(program)
+        cost = PreemptionCost(bytes_per_block(specs, 1), state_bytes=bytes_per_slot(specs))
         self.batcher = Batcher(
             self.block_manager,
             options.max_num_seqs,
@@ -87,7 +89,7 @@ class EngineBase:
             cost=cost,
             max_queue=options.max_queue,
             batches=batches,
-            snapshot_interval=snapshot_interval(program.caches, block_size),
+            snapshot_interval=snapshot_interval(specs, block_size),
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
         spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
@@ -105,7 +107,10 @@ class EngineBase:
         copier = make_copier(cache, host, [spec.group for spec in program.caches])
         state = EngineState(self.batcher, self.runner, cost)
         runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
-        steps = (LookAhead if runs_ahead else StepRunner)(state, self.sampler, copier)
+        kind: type[StepRunner] = LookAhead if runs_ahead else StepRunner
+        if getattr(program, "num_stages", 1) > 1 and options.async_scheduling is not False:
+            kind = PipelinedSteps
+        steps = kind(state, self.sampler, copier)
         self._core = EngineCore(state, steps, before_step)
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -151,6 +156,7 @@ class EngineBase:
             requests that ended, by reason: ``finished_stop``, ``finished_length``, ``finished_cancelled``,
             ``finished_timeout``, ``finished_error``; ``failed`` sequences; ``model_seconds`` (packing and model) and
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
+            with a pipeline ``steps_beside_others``, which were launched while another one was under way;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
             ``operator_steps``; with several ranks ``ranks`` and ``rank_restarts``;
             and the block manager's figures, see ``blocks.inspection.stats``, among them

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -121,16 +121,22 @@ class ModelRunner:
         self._tokens[rows, ends] = token_ids
         self._num_tokens[rows] = ends + 1
 
-    def run(self, scheduled: Sequence[ScheduledRequest], packed: PackedStep | None = None) -> StepLogits:
+    def run(
+        self,
+        scheduled: Sequence[ScheduledRequest],
+        packed: PackedStep | None = None,
+        call: Callable[..., torch.Tensor] | None = None,
+    ) -> StepLogits:
         """Compute the planned tokens of each request as one flat step.
 
         Args:
             scheduled: what to run; each request has a row whose tokens and blocks reach that far.
             packed: what ``pack`` made of it, if it was called already.
+            call: is called in place of the program.
         """
         input_ids, positions, step = self.pack(scheduled) if packed is None else packed
         with torch.inference_mode():
-            logits = self.program(input_ids, positions, step)
+            logits = (self.program if call is None else call)(input_ids, positions, step)
         if logits.shape[0] != len(step.logits_rows):
             raise RuntimeError(
                 f"the program returned logits {list(logits.shape)} for {len(step.logits_rows)} requested rows, which "

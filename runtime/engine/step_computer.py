@@ -18,6 +18,7 @@ from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
 from ..structured.state import CANNOT_GO_ON, GrammarState
+from .model_runner import StepLogits
 from .state import EngineState
 from .step_output import SampledToken, SampleTask, StepOutput
 from .submission import one_line
@@ -90,10 +91,17 @@ class StepComputer:
         seconds = time.perf_counter() - started
         state.model_seconds += seconds
         state.cost.measure_step(scheduled, seconds)
+        outputs = self.choose(scheduled, tasks, logits)
+        state.profiler.mark(SAMPLE)
+        return outputs
+
+    def choose(
+        self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask], logits: StepLogits
+    ) -> list[StepOutput]:
+        """Choose tokens by the logits of a step; arguments as for ``compute``."""
         sampling = [i for i, item in enumerate(scheduled) if item.is_last_chunk]
         tokens = iter(self._sample(logits.sampled, [tasks[i].requests for i in sampling]))
         candidates = iter(self._candidates(logits.sampled, [tasks[i].num_candidates for i in sampling]))
-        state.profiler.mark(SAMPLE)
         outputs = [StepOutput(prompt_logits=logits.prompts.get(i)) for i in range(len(scheduled))]
         for i in sampling:
             if tasks[i].num_candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from ..cache.pool_plan import CacheCounts
 from ..npu_errors.device_lost import DeviceLost
 from ..ops.collectives import ParallelGroup
+from .stage_values import StageValue
 
 Agreement = Literal["min", "max", "equal"]
 
@@ -48,8 +50,27 @@ class RankGroup(ParallelGroup, Protocol):
             GroupFailed: with ``"equal"``, on every rank, if they differ; ``name`` says in what.
         """
 
+    def abort(self) -> None:
+        """Let this rank leave the exchange that it is in, and enter no other; any thread may call it."""
+
     def close(self) -> None:
         """Leave the group."""
+
+
+class StageGroup(RankGroup, Protocol):
+    """A group whose ranks run the stages of a pipeline. ``all_reduce`` and ``all_gather`` are among those of one
+    stage."""
+
+    def pass_on(self, values: Sequence[torch.Tensor]) -> None:
+        """Send values to the rank of the next stage that has this one's place; returns before they have arrived."""
+
+    def receive(self, values: Sequence[StageValue], tokens: int) -> list[torch.Tensor]:
+        """What the rank of the stage before passed on, in the order in which it did.
+
+        Args:
+            values: what that is.
+            tokens: of the step.
+        """
 
 
 def least_counts(counts: CacheCounts, group: RankGroup) -> CacheCounts:

@@ -10,6 +10,7 @@ import torch
 from ..ops.native import FLOAT_CODES, kernel_function
 from .group import Agreement, RankGroup
 from .shared_group import SharedGroup
+from .stage_group import meet_in_stages
 from .torch_group import TorchGroup
 
 _PATH_BYTES = 1024
@@ -51,17 +52,23 @@ class HostGroup:
         self._control.close()
 
 
-def meet_on_host(meeting: int, rank: int, size: int, timeout: float) -> RankGroup:
+def meet_on_host(meeting: int, rank: int, size: int, stages: int, timeout: float) -> RankGroup:
     """The group of ranks on this host, once all have come.
 
     Args:
         meeting: see ``TorchGroup.of_descriptor``, as for the others.
         rank, size, timeout: as there.
+        stages: that they run, of a pipeline.
 
     Raises:
         CollectiveFailed: the other ranks did not come.
     """
-    return on_host(TorchGroup.of_descriptor(meeting, rank, size, timeout))
+
+    def open_group(name: str, own: int, count: int) -> TorchGroup:
+        return TorchGroup.of_descriptor(meeting, own, count, timeout, name)
+
+    control = open_group("all", rank, size)
+    return on_host(control) if stages == 1 else meet_in_stages(control, size // stages, open_group, on_host)
 
 
 def on_host(control: TorchGroup) -> RankGroup:

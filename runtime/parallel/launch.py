@@ -46,16 +46,16 @@ class Children:
     """Child processes as ranks.
 
     Args:
-        command, size, threads: see ``start_workers``.
+        command, size, stages, threads: see ``start_workers``.
     """
 
-    def __init__(self, command: Sequence[str], size: int, threads: int) -> None:
-        self._command, self._size, self._threads = command, size, threads
+    def __init__(self, command: Sequence[str], size: int, stages: int, threads: int) -> None:
+        self._command, self._size, self._stages, self._threads = command, size, stages, threads
         self._meeting = os.memfd_create("torch_pagoda-ranks")
 
     def start(self) -> list[Worker]:
         """See ``Launch``."""
-        return start_workers(self._command, self._size, self._meeting, self._threads)
+        return start_workers(self._command, self._size, self._stages, self._meeting, self._threads)
 
     def meeting(self, timeout: float) -> Callable[[], RankGroup]:
         """See ``Launch``."""
@@ -63,7 +63,7 @@ class Children:
 
         def meet() -> RankGroup:
             try:
-                return meet_on_host(meeting, 0, self._size, timeout)
+                return meet_on_host(meeting, 0, self._size, self._stages, timeout)
             finally:
                 os.close(meeting)
 
@@ -82,6 +82,7 @@ class Ranks:
 
     Args:
         size: number of ranks.
+        stages: of a pipeline, that as many ranks each run; the first ranks run the last one.
         launched: the others, where a launcher has started them; they do not start again.
         known: what they have to tell besides, as they do.
         command: starts one of the others; ``torch_pagoda.rank`` says which arguments follow.
@@ -98,6 +99,7 @@ class Ranks:
         self,
         size: int,
         *,
+        stages: int = 1,
         launched: LaunchedRanks | None = None,
         known: Mapping[str, Any] = MappingProxyType({}),
         command: Sequence[str] = COMMAND,
@@ -106,12 +108,12 @@ class Ranks:
         step_timeout: float = 300.0,
         restarts: RestartLimit | None = None,
     ) -> None:
-        self.size = size
+        self.size, self.stages = size, stages
         self.load_timeout, self.step_timeout = load_timeout, step_timeout
         self.num_restarts = 0
         threads = torch.get_num_threads() if threads is None else threads
         self._known = {**facts(threads), **known}
-        self._launch: Callable[[], Launch] = partial(Children, tuple(command), size, threads)
+        self._launch: Callable[[], Launch] = partial(Children, tuple(command), size, stages, threads)
         if launched is not None:
             self._launch, restarts = lambda: launched, RestartLimit(0)
         self._restarts = RestartLimit() if restarts is None else restarts
@@ -240,6 +242,4 @@ def _end(watch: Watch, launched: Launch, met: Sequence[RankGroup], pid: int) -> 
 def _abort(met: Sequence[RankGroup]) -> None:
     """Let this rank leave an exchange in which it waits for the others in memory that they share."""
     for group in met:
-        abort = getattr(group, "abort", None)
-        if abort is not None:
-            abort()
+        group.abort()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -49,6 +50,7 @@ class LeaderProgram:
         self._program = program
         self._ranks = ranks
         self._copies: Sequence[CacheCopy] = ()
+        self._begun: deque[tuple[int, torch.Tensor, torch.Tensor, StepMetadata]] = deque()
         self._num_steps = 0
         self._setup: dict[str, tuple[Message, int]] = {}
         join(program, ranks.group)
@@ -60,9 +62,37 @@ class LeaderProgram:
         """Run one flat step on all ranks."""
         self._num_steps += 1
         with self._together(f"step {self._num_steps}"):
-            sent = Step(input_ids, position_ids, step, mode_of(self._program, step), self.take_copies())
-            self._ranks.send(step_message(sent))
+            self._send_step(input_ids, position_ids, step)
             return self._program(input_ids, position_ids, step)
+
+    def begin(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> None:
+        """Let the other ranks run a step, of which this one does its part by ``finish``: this rank runs the last
+        stage of a pipeline."""
+        self._num_steps += 1
+        with self._together(f"step {self._num_steps}"):
+            self._begun.append((self._num_steps, input_ids, position_ids, step))
+            self._send_step(input_ids, position_ids, step)
+
+    def finish(self) -> torch.Tensor:
+        """The logits of the step that began first of those that are not finished."""
+        number, *step = self._begun.popleft()
+        with self._together(f"step {number}"):
+            return self._program(*step)
+
+    def drain(self) -> None:
+        """Finish what has begun, for nothing: the ranks pass on values in the order of the steps."""
+        with torch.inference_mode():
+            while self._begun:
+                self.finish()
+
+    def _send_step(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> None:
+        sent = Step(input_ids, position_ids, step, mode_of(self._program, step), self.take_copies())
+        self._ranks.send(step_message(sent))
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline that the ranks run; 1 for none."""
+        return self._ranks.stages
 
     def cache_counts(self, sizes: CacheSizes) -> CacheCounts:
         """What the caches of every rank hold: of each number the least."""
@@ -102,6 +132,7 @@ class LeaderProgram:
         """After ``GroupFailed``: start other ranks, with empty caches of the same sizes. False if there were too many
         starts of late."""
         self._copies = ()
+        self._begun.clear()
         if self._ranks.failure is None:
             return False  # it is this rank's device that is lost
         while self._ranks.failure is not None:

@@ -6,7 +6,9 @@ import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ class TorchGroup:
             del store  # which a traceback would keep
 
     @classmethod
-    def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float) -> TorchGroup:
+    def of_descriptor(cls, meeting: int, rank: int, size: int, timeout: float, prefix: str = "all") -> TorchGroup:
         """The group of ranks on this host that meet in a file without a name, which can be closed then.
 
         Args:
@@ -64,10 +66,12 @@ class TorchGroup:
             rank: as above.
             size: as above.
             timeout: as above.
+            prefix: tells groups apart that meet in one file.
         """
         own = os.dup(meeting)  # the store opens this path when it is freed, too: nothing else may be there by then
         try:
-            group = cls(dist.FileStore(f"/proc/self/fd/{own}", size), rank, size, timeout=timeout, host="127.0.0.1")
+            store = partial(dist.FileStore, f"/proc/self/fd/{own}", size)
+            group = cls(dist.PrefixStore(prefix, store()), rank, size, timeout=timeout, host="127.0.0.1")
         except BaseException:
             os.close(own)
             raise
@@ -94,12 +98,16 @@ class TorchGroup:
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """See ``RankGroup``."""
+        return self.begin_broadcast(x.clone(memory_format=torch.contiguous_format), source).wait()
+
+    def begin_broadcast(self, x: torch.Tensor, source: int) -> Sending:
+        """As ``broadcast``, into ``x``, a contiguous tensor that nobody else may use until ``wait`` has returned."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = source, 0
-        sent = x.clone(memory_format=torch.contiguous_format)
         with self._explained():
-            self._wait(self._group.broadcast([sent], options))
-        return sent
+            work = self._group.broadcast([x], options)
+        self._is_under_way = True
+        return Sending(self, work, x)
 
     def agree(self, value: int, how: Agreement, name: str = "value") -> int:
         """See ``RankGroup``."""
@@ -154,6 +162,11 @@ class TorchGroup:
             self._wait(self._group.allgather([list(parts)], [x.contiguous()]))
         return parts
 
+    def finish(self, work: Any) -> None:
+        """Wait for an exchange that has begun."""
+        with self._explained():
+            self._wait(work)
+
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
@@ -163,3 +176,23 @@ class TorchGroup:
         except RuntimeError as error:
             line = str(error).strip().partition("\n")[0][:300]
             raise CollectiveFailed(self.rank, f"could not exchange tensors with other ranks: {line}") from error
+
+
+@dataclass(frozen=True)
+class Sending:
+    """An exchange that has begun.
+
+    Attributes:
+        group: of the ranks.
+        work: torch's.
+        tensor: that is sent, or received.
+    """
+
+    group: TorchGroup
+    work: Any
+    tensor: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, once it has arrived; see ``RankGroup`` for the errors."""
+        self.group.finish(self.work)
+        return self.tensor

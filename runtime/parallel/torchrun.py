@@ -24,6 +24,7 @@ from ..process_state import process_state
 from .channel import Channel
 from .group import GroupFailed, RankGroup
 from .host_group import on_host
+from .stage_group import meet_in_stages
 from .torch_group import TorchGroup
 
 _PROOF_BYTES = 32
@@ -113,6 +114,7 @@ class LaunchedRanks:
     Args:
         place: of this process.
         timeout: seconds that it waits for the others.
+        stages: that they run, of a pipeline.
 
     Attributes:
         address: of this host, by which it reaches the store.
@@ -121,8 +123,8 @@ class LaunchedRanks:
         GroupFailed: the store cannot be reached.
     """
 
-    def __init__(self, place: Place, timeout: float = 600.0) -> None:
-        self.place, self.timeout = place, timeout
+    def __init__(self, place: Place, timeout: float = 600.0, stages: int = 1) -> None:
+        self.place, self.timeout, self.stages = place, timeout, stages
         self._deadline = time.monotonic() + timeout
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -174,18 +176,23 @@ class LaunchedRanks:
         return Channel(sock)
 
     def meeting(self, timeout: float) -> Callable[[], RankGroup]:
-        """What makes the group, called by all ranks at once: in shared memory if all are on one host.
+        """What makes the group, called by all ranks at once: in shared memory if those of a stage are on one host.
 
         Args:
             timeout: seconds that an exchange waits for other ranks.
         """
+        place = self.place
+
+        def open_group(name: str, rank: int, size: int) -> TorchGroup:
+            store = dist.PrefixStore(name, self._store)
+            return TorchGroup(store, rank, size, timeout=timeout, host=self.address)
 
         def meet() -> RankGroup:
-            place = self.place
-            hosts = {self._get(f"rank {rank}")[0] for rank in range(place.size)}
-            store = dist.PrefixStore("group", self._store)
-            control = TorchGroup(store, place.rank, place.size, timeout=timeout, host=self.address)
-            return on_host(control) if len(hosts) == 1 else control
+            control, size = open_group("group", place.rank, place.size), place.size // self.stages
+            first = place.rank - place.rank % size
+            hosts = {self._get(f"rank {rank}")[0] for rank in range(first, first + size)}
+            share = on_host if len(hosts) == 1 else _as_it_is
+            return share(control) if self.stages == 1 else meet_in_stages(control, size, open_group, share)
 
         return meet
 
@@ -227,6 +234,10 @@ class EndsWithFirst:
         poll.poll()
         if not self.over.wait(_GRACE_SECONDS):
             os._exit(1)
+
+
+def _as_it_is(control: TorchGroup) -> RankGroup:
+    return control
 
 
 def _own_address(host: str, port: int) -> str:

@@ -67,12 +67,13 @@ class Worker:
         self.channel.close()
 
 
-def start_workers(command: Sequence[str], size: int, meeting: int, threads: int) -> list[Worker]:
+def start_workers(command: Sequence[str], size: int, stages: int, meeting: int, threads: int) -> list[Worker]:
     """Start ranks 1 to ``size - 1``. They end when the calling thread does, and ignore Ctrl-C.
 
     Args:
         command: starts one; ``torch_pagoda.rank`` says which arguments follow.
         size: number of ranks, this process included.
+        stages: that they run, of a pipeline.
         meeting: descriptor of the file in which the ranks find each other.
         threads: of each.
 
@@ -82,7 +83,7 @@ def start_workers(command: Sequence[str], size: int, meeting: int, threads: int)
     workers: list[Worker] = []
     try:
         for rank in range(1, size):
-            workers.append(_start(command, rank, size, meeting, threads))
+            workers.append(_start(command, (meeting, rank, size, stages), threads))
     except BaseException:
         for worker in workers:
             worker.kill()
@@ -90,19 +91,19 @@ def start_workers(command: Sequence[str], size: int, meeting: int, threads: int)
     return workers
 
 
-def _start(command: Sequence[str], rank: int, size: int, meeting: int, threads: int) -> Worker:
+def _start(command: Sequence[str], place: tuple[int, int, int, int], threads: int) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
-        numbers = (theirs.fileno(), meeting, rank, size, os.getpid())
+        numbers = (theirs.fileno(), *place, os.getpid())
         try:
             process = subprocess.Popen(
                 [*command, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-                pass_fds=[theirs.fileno(), meeting],
+                pass_fds=[theirs.fileno(), place[0]],
             )
         except OSError:
             ours.close()
             raise
-    return Worker(rank, process, os.pidfd_open(process.pid), Channel(ours))
+    return Worker(place[1], process, os.pidfd_open(process.pid), Channel(ours))

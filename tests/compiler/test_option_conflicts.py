@@ -15,7 +15,7 @@ from torch_pagoda.compiler.options import CompileOptions
 ASKS: dict[str, Any] = {
     **dict.fromkeys(("static_decode", "batch_invariant", "pack_weights"), True),
     **{"group_size": 64, "input_bits": 16, "kv_cache_dtype": "int8", "quantization": "int8-weight-only"},
-    "tensor_parallel_size": 2,
+    **{"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
     **{"npu_options": {"ge_config.oo_level": "O1"}, "schedule": {"streams": True}},
     **{f"schedule['{name}']": True for name in ("streams", "prefetch", "super_kernels")},
 }

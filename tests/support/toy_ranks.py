@@ -200,13 +200,13 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_workers(command: object, size: int, meeting: int, threads: int) -> list[Worker]:
+def fork_workers(command: object, size: int, stages: int, meeting: int, threads: int) -> list[Worker]:
     """Stands for ``start_workers``: forks have imported torch already."""
     workers = []
     for rank in range(1, size):
         ours, theirs = socket.socketpair()
         with theirs:
-            process: Any = Forked([theirs.fileno(), meeting, rank, size, os.getpid()])
+            process: Any = Forked([theirs.fileno(), meeting, rank, size, stages, os.getpid()])
         workers.append(Worker(rank, process, os.pidfd_open(process.pid), Channel(ours)))
     return workers
 

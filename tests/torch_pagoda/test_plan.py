@@ -162,3 +162,15 @@ def test_a_profile_as_tables() -> None:
     assert "detokenize," in rows
     assert "4.0 tok/s in, 0.3 tok/s out" in sheet.getvalue()
     assert max(map(len, sheet.getvalue().splitlines())) <= 80
+
+
+def test_the_memory_of_the_fullest_stage(run: Run, config_only: Path) -> None:
+    status, out, err = run("plan", config_only, "--memory", "8MiB", "-pp", "2", "--json", *LIMITS)
+    assert status == 0, err
+    part = json.loads(out)
+    first, last = part["stages"]["stages"]
+    assert (first["layers"], last["layers"]) == ([0, 0], [1, 1])
+    assert part["weight_bytes"] == max(first["weight_bytes"], last["weight_bytes"])
+    assert part["token_bytes"] == first["token_bytes"] == last["token_bytes"]
+    _, out, _ = run("plan", config_only, "--memory", "8MiB", "-pp", "2", *LIMITS)
+    assert "of 2 (layers" in out

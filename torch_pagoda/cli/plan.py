@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -61,6 +62,12 @@ def plan(
             "--tensor-parallel-size", "-tp", help="Ranks that hold each layer together: plan the memory of each."
         ),
     ] = 1,
+    pipeline_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--pipeline-parallel-size", "-pp", help="Stages of these ranks: plan the memory of the fullest."
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -93,16 +100,19 @@ def plan(
         )
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
         options = CompileOptions(
-            target=target, kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=tensor_parallel_size
+            target=target,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
         ).for_device(resolve_device("auto").type)
         ranks = options.tensor_parallel_size
-        total = available_memory() // ranks if memory is None else parse_memory(memory, "memory")
+        total = available_memory() // options.world_size if memory is None else parse_memory(memory, "memory")
         kind, config, name = _kind_and_config(model)
         wanted = resolve_dtype(dtype)
         formats = _formats(name, config, wanted, options.target)
         needs = requirements(kind, without_quantization(config), wanted, options)
-        if formats is not None:
-            needs = replace(needs, weight_bytes=needs.weight_bytes + served_change(formats) // ranks)
+        served = needs.weight_bytes + (0 if formats is None else served_change(formats) // ranks)
+        smaller, needs = served / needs.weight_bytes, replace(needs, weight_bytes=served)
         longest = needs.max_model_len
         if max_model_len is not None and longest is not None and max_model_len > longest:
             raise ValueError(f"max_model_len={max_model_len} exceeds the model's {longest}; lower it")
@@ -111,10 +121,10 @@ def plan(
         if block_size is None:
             block_size = sizes.block_size if sizes is not None else _default_block_size(options.target)
         options = replace(options, block_size=block_size) if options.target == "npu" else options
-        found = plan_memory(
-            needs.caches,
+        shares = [] if needs.stages is None else needs.stages.stages
+        plan = partial(
+            plan_memory,
             memory=total,
-            weight_bytes=needs.weight_bytes,
             activation_bytes=needs.activation_bytes(limits.max_num_batched_tokens, limits.max_num_seqs, longest),
             block_size=block_size,
             max_num_seqs=limits.max_num_seqs,
@@ -123,18 +133,32 @@ def plan(
             # As the engine does it: on an NPU all layers share one block table.
             by_window=options.target == "cpu",
         )
+        plans = [plan(share.caches, weight_bytes=int(share.weight_bytes * smaller)) for share in shares]
+        found = plan(needs.caches, weight_bytes=needs.weight_bytes) if not plans else min(plans, key=_room)
     if as_json:
         said = {**_as_dict(found, needs, sizes, kv_cache_dtype), "tensor_parallel_size": ranks}
+        said |= {"pipeline_parallel_size": pipeline_parallel_size}
+        said |= {"stages": None if needs.stages is None else needs.stages.to_dict()}
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
-        _print(found, needs, sizes, kv_cache_dtype, ranks)
+        where = f", on each of {ranks} ranks" if ranks > 1 else ""
+        if plans:
+            number, share = plans.index(found), shares[plans.index(found)]
+            fullest = f"stage {number + 1} of {len(plans)} (layers {share.first} to {share.last}), the fullest"
+            where = f"{where} of {fullest}" if where else f", in {fullest}"
+        _print(found, needs, sizes, kv_cache_dtype, where)
         if formats is not None:
             console = Console()
             console.print()
             console.print(format_table(formats))
     if found.missing_bytes:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _room(found: MemoryPlan) -> tuple[int, int]:
+    """Of plans the least is that of the fullest rank."""
+    return -found.missing_bytes, found.limits[-1].running
 
 
 def _kind_and_config(model: str) -> tuple[Any, Any, str]:
@@ -197,12 +221,13 @@ def _as_dict(
 
 
 def _print(
-    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, ranks: int
+    found: MemoryPlan, needs: Requirements, sizes: BlockSizePlan | None, kv_cache_dtype: str, where: str
 ) -> None:
     console = Console()
     stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
-    stored += f", on each of {ranks} ranks" if ranks > 1 else ""
-    console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
+    console.print(
+        f"{needs.model} in {needs.weight_dtype}{stored}{where}, {needs.parameters:,} parameters", highlight=False
+    )
     for table in (memory_table(found), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
         console.print()
         console.print(table)

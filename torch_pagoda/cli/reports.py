@@ -57,7 +57,7 @@ class InspectOptions(PassOptions):
 
 _INSPECT_PANELS = (
     ("", f"target soc cann context torchair schedule html json_file layer verify opt_level {_COMPILING}"),
-    ("Engine", "quantization kv_cache_dtype tensor_parallel_size"),
+    ("Engine", "quantization kv_cache_dtype tensor_parallel_size pipeline_parallel_size"),
 )
 
 
@@ -79,7 +79,8 @@ def inspect(
 
     With --target npu also: the routes that lowering took and why not better ones, the kernels that torchair's graph
     launches (after: pagoda npu setup), and the least time that a step can take. No NPU is needed. With -tp: what each
-    of several ranks holds, what they exchange in a step, and what stays whole on all of them.
+    of several ranks holds, what they exchange in a step, and what stays whole on all of them. With -pp: the layers
+    and bytes of each stage.
 
     Nothing is generated. Exit status: 0, also for a model that cannot be served (the report says why), 2 for a
     mistake in the arguments.

@@ -19,6 +19,7 @@ from ..compiler.capture.trace import Captured, capture
 from ..compiler.costs.layer_caches import all_caches
 from ..compiler.costs.rank_shares import rank_shares
 from ..compiler.costs.skeleton import Skeleton, identity
+from ..compiler.costs.stage_shares import stage_shares
 from ..compiler.costs.traffic import Traffic, traffic
 from ..compiler.options import CompileOptions, selected_passes
 from ..compiler.pipeline import References, Rewritten, of_one_rank, rewrite
@@ -131,10 +132,12 @@ def explain(
     before = _untouched(captured)
     report.seconds["untouched"] = time.perf_counter() - start
     found: Rewritten | None = None
+    # A skeleton may have fewer layers than there are stages.
+    rewriting = parsed if skeleton is None else replace(parsed, pipeline_parallel_size=1)
     if captured is not None and not refused:
         try:
             with timed(report.seconds):
-                found = rewrite(captured, parsed, References(reference), report)
+                found = rewrite(captured, rewriting, References(reference), report)
         except UnsupportedModel as error:
             refused = str(error)
     after = None if found is None else found.traced
@@ -143,6 +146,12 @@ def explain(
         sharded, records = of_one_rank(found.unsharded, parsed)
         representatives = _representatives(skeleton, _layers(sharded, None))
         explanation.shares = rank_shares(found.unsharded, sharded, records, representatives, found.traced)
+    if after is not None and parsed.pipeline_parallel_size > 1:
+        try:
+            representatives = _representatives(skeleton, _layers(after, None))
+            explanation.stages = stage_shares(after, representatives, parsed.pipeline_parallel_size)
+        except UnsupportedModel as error:
+            explanation.refused = str(error)
     if after is not None and after.npu is not None:
         layers = _layers(after, _layers(before, None) if before is not None else None)
         representatives = _representatives(skeleton, layers)

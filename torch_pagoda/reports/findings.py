@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..compiler.costs.rank_shares import RankShares
+from ..compiler.costs.stage_shares import StageShares
 from ..compiler.costs.traffic import Traffic
 from ..compiler.report import Verdict
 from ..passes.graph.record import titled
@@ -130,6 +131,7 @@ class Findings:
         npu: findings for an NPU; None for another target or an unsupported model.
         built_layers: number of decoder layers that were built to represent all (see ``Skeleton``); None for a whole
             model.
+        stages: what the stages of a pipeline hold; None without them, or for an unsupported model.
         shares: the part of each of several ranks; None for one, or for an unsupported model.
     """
 
@@ -149,6 +151,7 @@ class Findings:
     npu: NpuReport | None = None
     built_layers: int | None = None
     shares: RankShares | None = None
+    stages: StageShares | None = None
 
     @property
     def launches_before(self) -> int:
@@ -177,6 +180,7 @@ class Findings:
             "verdict": None if self.verdict is None else _verdict_dict(self.verdict),
             "refused": self.refused,
             "built_layers": self.built_layers,
+            "stages": None if self.stages is None else self.stages.to_dict(),
             "ranks": None if self.shares is None else self.shares.to_dict(),
             "npu": None if self.npu is None else self.npu.to_dict(),
             "seconds": {phase: round(seconds, 4) for phase, seconds in self.seconds.items()},

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ..rendering.section import Cell, Section, Styled
 from .findings import Findings, groups_of_layers
 from .npu_sections import npu_sections
-from .rank_sections import rank_sections
+from .rank_sections import rank_sections, stage_sections
 from .regions import Leftover
 from .wording import alike, counted, milliseconds, operator_list, size, times
 
@@ -43,7 +43,8 @@ def _memory_line(found: Findings) -> str:
 def sections(found: Findings) -> list[Section]:
     """All tables, in reading order."""
     parts = [_passes(found), _recognized(found), _layers(found), _near_misses(found), _leftovers(found)]
-    return [*rank_sections(found.shares), *(section for section in parts if section.rows), *npu_sections(found)]
+    of_ranks = [*stage_sections(found.stages), *rank_sections(found.shares)]
+    return [*of_ranks, *(section for section in parts if section.rows), *npu_sections(found)]
 
 
 def _passes(found: Findings) -> Section:

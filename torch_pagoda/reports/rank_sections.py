@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..compiler.costs.rank_shares import RankShares
+from ..compiler.costs.stage_shares import StageShares
 from ..rendering.section import Section, Styled
 from .wording import size, times
 
@@ -17,6 +18,26 @@ def rank_sections(shares: RankShares | None) -> list[Section]:
     if shares is None:
         return []
     return [section for section in (_parts(shares), _exchanges(shares), _whole(shares)) if section.rows]
+
+
+def stage_sections(shares: StageShares | None) -> list[Section]:
+    """What each rank of a pipeline's stages holds; [] without stages."""
+    if shares is None:
+        return []
+    rows = tuple(
+        (
+            str(number),
+            f"{share.first}–{share.last}" if share.last > share.first else str(share.first),
+            size(share.weight_bytes),
+            size(share.token_bytes) if share.token_bytes else "",
+            size(share.state_bytes) if share.state_bytes else "",
+        )
+        for number, share in enumerate(shares.stages, 1)
+    )
+    columns = ("stage#", "layers", "weights#", "keys and values per token#", "state per sequence#")
+    tensors = "one tensor" if shares.values == 1 else f"{shares.values} tensors"
+    note = f"A stage passes on {tensors}, {size(shares.crossing_bytes)} per token."
+    return [Section("Each rank of a stage holds", columns, rows, note)]
 
 
 def _parts(shares: RankShares) -> Section:

@@ -11,7 +11,14 @@ from torch_pagoda.runtime.engine.engine_options import EngineOptions
 
 SYNCHRONOUS, AHEAD = "synchronous", "ahead"
 
-ONE_MODE = {"test_model_runner", "test_step_sizes", "test_submission", "test_look_ahead", "test_look_ahead_machine"}
+ONE_MODE = {
+    "test_model_runner",
+    "test_step_sizes",
+    "test_submission",
+    "test_look_ahead",
+    "test_look_ahead_machine",
+    "test_pipelined",
+}
 """Modules that make no engine, or choose its mode."""
 
 LONG = {
