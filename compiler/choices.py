@@ -50,6 +50,10 @@ class Choices:
         batch_invariant: CPU only: a token's logits are bitwise independent of the batch, of the chunks of its prompt,
             and of the number of threads. Weights are not packed.
         tensor_parallel_size: ranks that hold each layer together, each a part of its heads, features and experts.
+        expert_parallel_size: groups of these ranks that hold different experts; it divides ``tensor_parallel_size``.
+            Within a group each rank holds a part of each expert's features. None: as many as there are ranks, or
+            fewer where there are fewer experts.
+        enable_expert_parallel: True is ``expert_parallel_size=tensor_parallel_size``, False is 1, as in vLLM.
         npu_options: NPU only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
@@ -78,6 +82,12 @@ class Choices:
     batch_invariant: bool = option(False, "On a CPU: the same numbers in every batch, bit for bit; slower.")
     tensor_parallel_size: int = option(
         1, "Processes that hold each layer together.", flags=("--tensor-parallel-size", "-tp")
+    )
+    expert_parallel_size: int | None = option(
+        None, "Groups of them that hold different experts, each cut within its group."
+    )
+    enable_expert_parallel: bool | None = option(
+        None, "Experts in as many groups as processes.", flags=("--enable-expert-parallel",)
     )
     npu_options: Mapping[str, Any] = option({}, "Options of codegen ge or aclgraph.")
     schedule: Mapping[str, bool] = option(

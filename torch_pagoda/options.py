@@ -63,6 +63,8 @@ class LLMOptions(ModelOptions, total=False):
 
     generation_config: str | os.PathLike[str]
     tensor_parallel_size: int
+    expert_parallel_size: int | None
+    enable_expert_parallel: bool | None
     distributed_executor_backend: str
     trust_remote_code: bool
     worker_restarts: int

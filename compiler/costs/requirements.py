@@ -19,7 +19,7 @@ from ..pipeline import References, of_one_rank, rewrite
 from ..report import CompileReport
 from .layer_caches import all_caches
 from .live_memory import peak_live_bytes
-from .rank_shares import rank_shares
+from .rank_shares import RankShares, rank_shares
 from .skeleton import build_skeleton
 from .traffic import Step
 
@@ -38,6 +38,7 @@ class Requirements:
         caches: what each cached layer of the whole model stores, likewise.
         max_model_len: positions that it supports, or None when it does not say.
         graph: the rewritten graph of a few layers, for ``activation_bytes``.
+        shares: each rank's part; None for one rank.
     """
 
     model: str
@@ -47,6 +48,7 @@ class Requirements:
     caches: tuple[CacheSpec | StateSpec, ...]
     max_model_len: int | None
     graph: TracedGraph
+    shares: RankShares | None = None
 
     def activation_bytes(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
@@ -87,6 +89,7 @@ def requirements(
     found = rewrite(capture(skeleton.model), options, References(None), report)
     traced = found.traced
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
+    shares = None
     if found.unsharded is not None:
         sharded, records = of_one_rank(found.unsharded, options)
         shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives, traced)
@@ -99,6 +102,7 @@ def requirements(
         caches=all_caches(traced, skeleton.representatives),
         max_model_len=traced.max_positions,
         graph=traced,
+        shares=shares,
     )
 
 

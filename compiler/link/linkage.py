@@ -38,7 +38,7 @@ class Linkage:
         rope_switch: see ``runtime.program.Program``, as for the next.
         restart_length: likewise.
         ranks: processes that run it together.
-        cuts: of the inputs that receive a rank's part of a tensor, the dim that is cut and the runs of indices that
+        cuts: of the inputs that receive a rank's part of a tensor, each dim that is cut and the runs of indices that
             each rank holds (``Cut.runs``).
     """
 
@@ -59,7 +59,7 @@ class Linkage:
     rope_switch: int | None
     restart_length: int | None
     ranks: int = 1
-    cuts: Mapping[str, tuple[int, Runs]] = field(default_factory=dict)
+    cuts: Mapping[str, tuple[tuple[int, Runs], ...]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, traced: TracedGraph, restart_length: int | None = None) -> Linkage:
@@ -99,5 +99,5 @@ class Linkage:
             rope_switch=traced.notes.rope_switch,
             restart_length=restart_length,
             ranks=traced.ranks,
-            cuts={name: (part.cut.dim, part.cut.runs) for name, part in traced.notes.parts.items()},
+            cuts={name: tuple((c.dim, c.runs) for c in part.cut.each()) for name, part in traced.notes.parts.items()},
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,14 +142,28 @@ def restore(
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
-    for name, (dim, runs) in linkage.cuts.items():
-        if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
-            raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
-        constants[name] = part_of(constants[name], Cut.of_runs(dim, runs, constants[name].shape[dim]), rank)
+    for name in linkage.cuts:
+        constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
     return LinkedProgram(linkage, constants, run, stored.report)
+
+
+def _cut_of(linkage: Linkage, name: str, sizes: Sequence[int], rank: int) -> Cut:
+    """The cut of an input, a tensor of these sizes.
+
+    Raises:
+        ValueError: it is for other ranks than there are, or for another tensor.
+    """
+    cut = None
+    for dim, runs in reversed(linkage.cuts[name]):
+        if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
+            raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
+        cut = Cut(dim, Cut.of_runs(dim, runs, sizes[dim]).indices, cut)
+    if cut is None:
+        raise ValueError(f"{name} is cut along no dim")
+    return cut
 
 
 def tensors_read(stored: StoredProgram) -> list[str]:

@@ -75,9 +75,11 @@ def served(folder: Path, ranks: int, **options: Any) -> tuple[list[Any], dict[st
         return [greedy, again, pairs, found], llm.stats()
 
 
-def check(kind: str, ranks: int, folder: Path, **options: Any) -> dict[str, Any]:
+def check(
+    kind: str, ranks: int, folder: Path, expert_parallel_size: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Compare with transformers and with one process."""
-    found, stats = served(folder, ranks, **options)
+    found, stats = served(folder, ranks, expert_parallel_size=expert_parallel_size, **options)
     alone, _ = served(folder, 1, **options)
     assert found == alone
     if not options.get("kv_cache_dtype"):
@@ -128,6 +130,15 @@ def test_ranks_start_again_with_the_stored_program(
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_architectures(kind: str, ranks: int, saved: Callable[[str], Path], several_processors: None) -> None:
     check(kind, ranks, saved(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_groups(
+    kind: str, ranks: int, groups: int, saved: Callable[[str], Path], several_processors: None
+) -> None:
+    check(kind, ranks, saved(kind), expert_parallel_size=groups)
 
 
 @pytest.mark.slow

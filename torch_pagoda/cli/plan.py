@@ -61,6 +61,9 @@ def plan(
             "--tensor-parallel-size", "-tp", help="Ranks that hold each layer together: plan the memory of each."
         ),
     ] = 1,
+    expert_parallel_size: Annotated[
+        int | None, typer.Option(help="Groups of them that hold different experts, each cut within its group.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -93,7 +96,10 @@ def plan(
         )
         _block_sizes(mean_length, sigma, 1, for_npu=False)  # refuses what is no length before the model is looked at
         options = CompileOptions(
-            target=target, kv_cache_dtype=kv_cache_dtype, tensor_parallel_size=tensor_parallel_size
+            target=target,
+            kv_cache_dtype=kv_cache_dtype,
+            tensor_parallel_size=tensor_parallel_size,
+            expert_parallel_size=expert_parallel_size,
         ).for_device(resolve_device("auto").type)
         ranks = options.tensor_parallel_size
         total = available_memory() // ranks if memory is None else parse_memory(memory, "memory")
@@ -125,6 +131,7 @@ def plan(
         )
     if as_json:
         said = {**_as_dict(found, needs, sizes, kv_cache_dtype), "tensor_parallel_size": ranks}
+        said["experts"] = {} if needs.shares is None else needs.shares.experts
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
@@ -202,6 +209,8 @@ def _print(
     console = Console()
     stored = "" if kv_cache_dtype == "auto" else f", KV cache in {kv_cache_dtype}"
     stored += f", on each of {ranks} ranks" if ranks > 1 else ""
+    for count, (held, over) in ({} if needs.shares is None else needs.shares.experts).items():
+        stored += f": {held} of {count} experts{f', 1/{over} of each' if over > 1 else ''}"
     console.print(f"{needs.model} in {needs.weight_dtype}{stored}, {needs.parameters:,} parameters", highlight=False)
     for table in (memory_table(found), _limits(found), *([] if sizes is None else [_sizes(sizes)])):
         console.print()
