@@ -20,6 +20,7 @@ from ..targets.cpu.kernels import kernel_calls
 from ..verify.self_check import SHORT_SCHEDULE, Reference
 from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
+from .stored_sources import Assembled
 
 _MOST_BYTES = 64 << 20
 """Tensors that passes made, together: tables and masks, not weights."""
@@ -115,13 +116,14 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredP
 
 
 def restore(
-    stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: bool = True, rank: int = 0
+    stored: StoredProgram, named: Mapping[str, torch.Tensor | Assembled], *, merge: bool = True, rank: int = 0
 ) -> LinkedProgram:
     """The program of ``describe`` over the weights of a module, which may become views of merged ones.
 
     Args:
         stored: from a file, with a report.
-        named: tensors of the module by name, those that it reads at least.
+        named: tensors of the module by name, those that it reads at least. What is to be assembled is read as far as
+            this rank holds it.
         merge: lay those that are merged out one after the other now; else packing does that for the ones that it
             packs, one at a time.
         rank: of this process among those that run the program together; it takes its parts of the weights.
@@ -132,17 +134,27 @@ def restore(
     """
     linkage = stored.linkage
     constants: dict[str, torch.Tensor] = dict(stored.tensors)
+    wholes: dict[int, torch.Tensor] = {}
+    own = set()
     for name, source in stored.weights.items():
         weight, view = (source, None) if isinstance(source, str) else source
-        if weight not in named:
+        tensor = named.get(weight)
+        if tensor is None:
             raise Outdated(f"the model has no tensor {weight!r}")
-        tensor = named[weight]
+        if isinstance(tensor, Assembled):
+            if view is None and name in linkage.cuts and name not in stored.digests:
+                constants[name] = tensor.part(_cut_of(linkage, name, tensor.shape, rank), rank)
+                own.add(name)
+                continue
+            if id(tensor) not in wholes:
+                wholes[id(tensor)] = tensor.whole()
+            tensor = wholes[id(tensor)]
         constants[name] = tensor if view is None else tensor.detach().as_strided(*view, tensor.storage_offset())
     module = from_data(stored.graph)
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
-    for name in linkage.cuts:
+    for name in linkage.cuts.keys() - own:
         constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)

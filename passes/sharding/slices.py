@@ -81,7 +81,7 @@ def _run_of_groups(tensor: StoredWeight, held: np.ndarray) -> tuple[int, int, in
 
 
 def _taken(tensor: torch.Tensor, dim: int, held: np.ndarray) -> torch.Tensor:
-    if len(held) and np.array_equal(held, np.arange(held[0], held[0] + len(held))):
+    if len(held) and held[0] != ZERO and np.array_equal(held, np.arange(held[0], held[0] + len(held))):
         return tensor.narrow(dim, int(held[0]), len(held))
     taken = tensor.index_select(dim, torch.from_numpy(np.maximum(held, 0)).to(tensor.device))
     zeros = np.flatnonzero(held == ZERO)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.load_options import LoadOptions
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.runtime.parallel import launch
+from torch_pagoda.runtime.parallel.messages import encode
 from torch_pagoda.runtime.parallel.torchrun import host_id
 from torch_pagoda.shipping import load_program, other_ranks
 
@@ -123,6 +126,44 @@ def test_ranks_start_again_with_the_stored_program(
             assert llm.compile_report.stored is is_stored
             served.append(tokens(llm.generate(prompts(), GREEDY)))
     assert served[0] == served[1]
+
+
+FOLLOW = """
+import sys, types
+from torch_pagoda.runtime.parallel.messages import PREFIX_BYTES, decode, lengths
+from torch_pagoda.shipping import load_program
+
+data = open(sys.argv[1], "rb").read()
+start = PREFIX_BYTES + lengths(data[:PREFIX_BYTES])[0]
+message = decode(data[PREFIX_BYTES:start], bytearray(data[start:]))
+message.values["processors"] = []
+program = load_program(message, types.SimpleNamespace(rank=1))
+print(sum(given.nbytes for given in program._args if hasattr(given, "nbytes")))
+print([name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name])
+"""
+"""A rank without the others: bytes of the tensors that its program holds, and the modeling code that it imports."""
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_other_ranks_import_no_model_class_and_hold_their_part(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sent(Exception):
+        """The program is sent: enough."""
+
+    def keep(_: launch.Ranks, message: launch.Message) -> None:
+        (tmp_path / "message").write_bytes(encode(message, 1))
+        raise Sent
+
+    monkeypatch.setattr(launch.Ranks, "load", keep)
+    with pytest.raises(Sent):
+        pagoda.LLM(saved(kind), tensor_parallel_size=2, **SIZES)
+    command = [sys.executable, "-c", FOLLOW, str(tmp_path / "message")]
+    held, imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert imported in ("[]", "['transformers.models.auto.modeling_auto']")
+    model = build_tiny_model(kind)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert int(held) <= sum(p.nbytes for p in model.parameters()) - experts / 2
 
 
 @pytest.mark.slow
