@@ -23,9 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 from report import conditions, markdown_table, save
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 GIB = 2**30
 
@@ -103,7 +101,11 @@ def main() -> None:
     if args.measure:
         print(json.dumps(measure(args.measure, args.ranks)))
         return
-    config = Qwen3Config(
+    # Imported here: a process that has loaded a model's code before the model does not start by a record.
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    config: Qwen3Config | Qwen3MoeConfig = Qwen3Config(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=args.layers, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
     )  # fmt: skip

@@ -68,6 +68,7 @@ class LLMOptions(ModelOptions, total=False):
     distributed_executor_backend: str
     trust_remote_code: bool
     worker_restarts: int
+    step_timeout: float
     gguf_file: str | None
 
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a parameter is made of, as plain data, and making it, or a rank's part, of them again.
+"""Which tensors of a checkpoint a parameter is made of, as plain data, and making it, or a part, of them again.
 
 transformers renames weights, stacks those of experts and lays the gates and ups of one under each other. What it made
 is recognized by its contents, as a parameter or expert by expert.

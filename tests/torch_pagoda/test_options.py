@@ -50,6 +50,7 @@ GIVEN: dict[str, Any] = {
     **{"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}, "schedule": {"streams": True}},
     **{"expert_parallel_size": 1, "enable_expert_parallel": False},
     **{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "worker_restarts": 1},
+    **{"step_timeout": 20.0},
 }
 """Of every keyword a value that is not its default."""
 BESIDE = {

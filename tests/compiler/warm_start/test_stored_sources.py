@@ -1,4 +1,4 @@
-"""Parameters that transformers makes of several tensors of a checkpoint: found by contents, and made again in parts."""
+"""Parameters that transformers makes of several tensors of a checkpoint: found by contents, made again in parts."""
 
 from __future__ import annotations
 
