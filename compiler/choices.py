@@ -51,6 +51,10 @@ class Choices:
             and of the number of threads. Weights are not packed.
         tensor_parallel_size: ranks that hold each layer together, each a part of its heads, features and experts.
         pipeline_parallel_size: stages that hold some of the layers each, of ``tensor_parallel_size`` ranks.
+        expert_parallel_size: groups of these ranks that hold different experts; it divides ``tensor_parallel_size``.
+            Within a group each rank holds a part of each expert's features. None: as many as there are ranks, or
+            fewer where there are fewer experts.
+        enable_expert_parallel: True is ``expert_parallel_size=tensor_parallel_size``, False is 1, as in vLLM.
         npu_options: NPU only: options of the toolchain behind ``codegen``, by its own names: fields of npugraph_ex's
             ``CompilerConfig`` for "aclgraph", such as ``{"static_kernel_compile": True}``, paths in torchair's for
             "ge", such as ``{"ge_config.enable_single_stream": True}``. See ``targets.npu.toolchain_options``.
@@ -82,6 +86,12 @@ class Choices:
     )
     pipeline_parallel_size: int = option(
         1, "Stages of processes that hold some of the layers each.", flags=("--pipeline-parallel-size", "-pp")
+    )
+    expert_parallel_size: int | None = option(
+        None, "Groups of them that hold different experts, each cut within its group."
+    )
+    enable_expert_parallel: bool | None = option(
+        None, "Experts in as many groups as processes.", flags=("--enable-expert-parallel",)
     )
     npu_options: Mapping[str, Any] = option({}, "Options of codegen ge or aclgraph.")
     schedule: Mapping[str, bool] = option(

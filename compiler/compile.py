@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..passes import UnsupportedModel
@@ -50,6 +51,7 @@ from .warm_start.restore import (
     tensors_read,
 )
 from .warm_start.shipment import AnyProgram, OtherRanks, Shipment
+from .warm_start.stored_sources import Assembled
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
@@ -366,7 +368,7 @@ def program_of_rank(
     """
     own = stage_of_rank(shipment.program, rank)
     if shipment.sources is not None and files is not None:
-        named = start_tensors(shipment.sources, files, tensors_read(own))
+        named: Mapping[str, torch.Tensor | Assembled] = start_tensors(shipment.sources, files, tensors_read(own))
     else:
         assert module is not None
         named = module_tensors(module)
@@ -374,5 +376,5 @@ def program_of_rank(
     if shipment.packs or program.has_stored_weights:
         program.pack_weights(release=True)
     if module is not None:
-        program.release_all_but_own(named.values())
+        program.release_all_but_own(module_tensors(module).values())
     return program

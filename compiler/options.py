@@ -68,6 +68,7 @@ class CompileOptions(Choices):
             ranks = getattr(self, name)
             if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
                 raise ValueError(f"{name}={ranks!r} is not a number from 1 to {MOST_RANKS}; give one")
+        object.__setattr__(self, "expert_parallel_size", self._expert_groups())
         if isinstance(self.block_size, bool) or not isinstance(self.block_size, int) or self.block_size % 16:
             raise ValueError(
                 f"block_size={self.block_size!r} is not a multiple of 16, which Ascend's attention requires; use one"
@@ -146,6 +147,30 @@ class CompileOptions(Choices):
         cann = installed_cann() if self.cann == "auto" else self.cann
         tried_on = "npu" if device == "npu" else ""
         return NpuTarget(soc, self.block_size, "aclgraph" if as_called else "ge", cann, tried_on)
+
+    def _expert_groups(self) -> int | None:
+        """``expert_parallel_size``, which ``enable_expert_parallel`` may name.
+
+        Raises:
+            ValueError: it does not divide the number of ranks, or the two differ.
+        """
+        ranks, asked, spread = self.tensor_parallel_size, self.expert_parallel_size, self.enable_expert_parallel
+        _one_of("enable_expert_parallel", spread, (True, False, None))
+        if spread is not None:
+            named = ranks if spread else 1
+            if asked not in (None, named):
+                raise ValueError(
+                    f"expert_parallel_size={asked} and enable_expert_parallel={spread}, which is "
+                    f"expert_parallel_size={named}, differ; omit one of them"
+                )
+            asked = named
+        divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        if asked is not None and (type(asked) is not int or asked not in divisors):
+            known = " or ".join(map(str, divisors))
+            raise ValueError(
+                f"expert_parallel_size={asked!r} does not divide tensor_parallel_size={ranks}; use {known}"
+            )
+        return asked
 
     @property
     def world_size(self) -> int:

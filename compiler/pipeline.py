@@ -394,6 +394,7 @@ def of_one_rank(
     """
     traced = unsharded.copy()
     traced.ranks, traced.rank = options.tensor_parallel_size, rank
+    traced.expert_groups = options.expert_parallel_size
     return traced, run_passes(traced, [*_stages(options).sharding, *rest])
 
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("mp", "external_launcher")
 """What can start ranks."""
+MOST_SECONDS = 86_400
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class LoadOptions:
             is not 0, the model follows rank 0 to its end and then raises ``SystemExit(0)``.
         worker_restarts: how often, in ten minutes, the processes beside this one that ``tensor_parallel_size`` asks
             for start again after one of them failed; then what is under way ends with an error.
+        step_timeout: seconds that these processes may take for one step; one that takes longer has failed.
 
     Raises:
         ValueError: an unknown dtype or device, or an unavailable NPU.
@@ -45,6 +47,7 @@ class LoadOptions:
     gguf_file: str | None = None
     distributed_executor_backend: str = "mp"
     worker_restarts: int = option(3, "Starts of other ranks in place of failed ones, in 10 minutes.")
+    step_timeout: float = option(300.0, "Seconds after which a step of several ranks has failed.")
 
     def __post_init__(self) -> None:
         from .checkpoint.loading import resolve_dtype
@@ -58,3 +61,7 @@ class LoadOptions:
             raise ValueError(f"distributed_executor_backend={backend!r} is not known; use {known}")
         if type(self.worker_restarts) is not int or self.worker_restarts < 0:
             raise ValueError(f"worker_restarts={self.worker_restarts!r} is not a number from 0; give one")
+        if type(self.step_timeout) not in (int, float) or not 0 < self.step_timeout <= MOST_SECONDS:
+            raise ValueError(
+                f"step_timeout={self.step_timeout!r} is not a number of seconds from 0 to {MOST_SECONDS}; give one"
+            )

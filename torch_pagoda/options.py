@@ -64,9 +64,12 @@ class LLMOptions(ModelOptions, total=False):
     generation_config: str | os.PathLike[str]
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    expert_parallel_size: int | None
+    enable_expert_parallel: bool | None
     distributed_executor_backend: str
     trust_remote_code: bool
     worker_restarts: int
+    step_timeout: float
     gguf_file: str | None
 
 

@@ -57,9 +57,14 @@ class ShippingRanks:
         self._model, self._loading, self._launched = os.fspath(model), loading, launched
         torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
         known = {} if launched is None else _known(model, loading, compiling)
-        restarts = RestartLimit(loading.worker_restarts)
-        stages = compiling.pipeline_parallel_size
-        self._ranks = Ranks(size, stages=stages, launched=launched, known=known, restarts=restarts)
+        self._ranks = Ranks(
+            size,
+            stages=compiling.pipeline_parallel_size,
+            launched=launched,
+            known=known,
+            step_timeout=loading.step_timeout,
+            restarts=RestartLimit(loading.worker_restarts),
+        )
 
     def load(self, shipment: Shipment) -> None:
         """Send the program; the others load it while this rank packs its own part."""

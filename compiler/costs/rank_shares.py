@@ -14,6 +14,7 @@ from torch import fx
 from ...passes import PassRecord, TracedGraph
 from ...passes.graph.fx_nodes import callee, module_path, shape, value
 from ...passes.graph.provenance import decoder_layers
+from ...passes.sharding.experts import expert_groups
 from ...runtime.cache.cache_specs import AnySpec, bytes_per_block, bytes_per_slot
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.program import CacheSpec
@@ -24,6 +25,7 @@ COLLECTIVES = {
     torch.ops.pagoda.all_reduce.default: "all_reduce",
     torch.ops.pagoda.all_gather.default: "all_gather",
 }
+_moe = torch.ops.pagoda.moe.default
 OUTSIDE = -1
 """The layer of what belongs to none."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -75,6 +77,8 @@ class RankShares:
         rank_weight_bytes: of each rank, weights that are held whole among them.
         whole: weights that every rank holds whole, the largest first.
         exchanges: collectives of a step, by kind.
+        experts: routed experts of the model's layers, by number: those that each rank holds, and of how many ranks
+            each is cut over.
         kv_heads: KV heads of the model's layers with a cache, by number: those that each rank holds.
         token_bytes: keys and values of one token on each rank, in all layers.
         whole_token_bytes: those of the whole model.
@@ -87,6 +91,7 @@ class RankShares:
     rank_weight_bytes: int
     whole: tuple[WholeWeight, ...]
     exchanges: tuple[Exchange, ...]
+    experts: dict[int, tuple[int, int]]
     kv_heads: dict[int, int]
     token_bytes: int
     whole_token_bytes: int
@@ -127,6 +132,7 @@ def rank_shares(
         rank_weight_bytes=sum(weight.size * weight.count for weight in held.values()),
         whole=_whole([weight for name, weight in held.items() if name not in sharded.notes.parts], records),
         exchanges=_exchanges(sharded, representatives),
+        experts=_experts(unsharded, sharded),
         kv_heads={
             a.num_kv_heads: b.num_kv_heads
             for a, b in zip(before, after, strict=True)
@@ -137,6 +143,16 @@ def rank_shares(
         state_bytes=bytes_per_slot(after),
         whole_state_bytes=bytes_per_slot(before),
     )
+
+
+def _experts(unsharded: TracedGraph, sharded: TracedGraph) -> dict[int, tuple[int, int]]:
+    calls = [[node.args[3] for node in t.graph.nodes if node.target is _moe] for t in (unsharded, sharded)]
+    found = {}
+    for whole, part in zip(*calls, strict=True):
+        count, held = int(shape(whole)[0]), int(shape(part)[0])
+        is_cut = part.name in sharded.notes.parts
+        found[count] = held, sharded.ranks // expert_groups(sharded, count) if is_cut else 1
+    return found
 
 
 def _caches(

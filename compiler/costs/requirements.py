@@ -19,7 +19,7 @@ from ..pipeline import References, of_one_rank, rewrite
 from ..report import CompileReport
 from .layer_caches import all_caches
 from .live_memory import peak_live_bytes
-from .rank_shares import rank_shares
+from .rank_shares import RankShares, rank_shares
 from .skeleton import build_skeleton
 from .stage_shares import StageShares, stage_shares
 from .traffic import Step
@@ -40,6 +40,7 @@ class Requirements:
         max_model_len: positions that it supports, or None when it does not say.
         graph: the rewritten graph of a few layers, for ``activation_bytes``.
         stages: what the stages of a pipeline hold; None without them.
+        shares: each rank's part; None for one rank.
     """
 
     model: str
@@ -50,6 +51,7 @@ class Requirements:
     max_model_len: int | None
     graph: TracedGraph
     stages: StageShares | None = None
+    shares: RankShares | None = None
 
     def activation_bytes(
         self, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int | None = None
@@ -91,6 +93,7 @@ def requirements(
     found = rewrite(capture(skeleton.model), whole, References(None), report)
     traced = found.traced
     parameters, weight_bytes, kept = _weights(_whole(kind, config, dtype, skeleton.model))
+    shares = None
     if found.unsharded is not None:
         sharded, records = of_one_rank(found.unsharded, options)
         shares = rank_shares(found.unsharded, sharded, records, skeleton.representatives, traced)
@@ -107,6 +110,7 @@ def requirements(
         max_model_len=traced.max_positions,
         graph=traced,
         stages=stages,
+        shares=shares,
     )
 
 

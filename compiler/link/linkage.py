@@ -39,7 +39,7 @@ class Linkage:
         rope_switch: see ``runtime.program.Program``, as for the next.
         restart_length: likewise.
         ranks: processes that run it together.
-        cuts: of the inputs that receive a rank's part of a tensor, the dim that is cut and the runs of indices that
+        cuts: of the inputs that receive a rank's part of a tensor, each dim that is cut and the runs of indices that
             each rank holds (``Cut.runs``).
         boundaries: where the stages of a pipeline begin, but for the first, in the graph of all of them.
         held: of ``caches``, the indices of those that this process holds; None: all. This and the next two are of the
@@ -65,7 +65,7 @@ class Linkage:
     rope_switch: int | None
     restart_length: int | None
     ranks: int = 1
-    cuts: Mapping[str, tuple[int, Runs]] = field(default_factory=dict)
+    cuts: Mapping[str, tuple[tuple[int, Runs], ...]] = field(default_factory=dict)
     boundaries: tuple[Boundary, ...] = ()
     held: frozenset[int] | None = None
     received: tuple[StageValue, ...] = ()
@@ -109,6 +109,6 @@ class Linkage:
             rope_switch=traced.notes.rope_switch,
             restart_length=restart_length,
             ranks=traced.ranks,
-            cuts={name: (part.cut.dim, part.cut.runs) for name, part in traced.notes.parts.items()},
+            cuts={name: tuple((c.dim, c.runs) for c in part.cut.each()) for name, part in traced.notes.parts.items()},
             boundaries=traced.notes.boundaries,
         )

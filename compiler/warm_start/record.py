@@ -39,7 +39,7 @@ from .framework_state import (
 from .graph_data import CannotStore
 from .identity import Identity, settings_digest
 from .restore import Outdated
-from .stored_sources import StoredSource, of_source, stored_source
+from .stored_sources import Assembled, StoredSource, float_source, stored_source
 
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
@@ -84,7 +84,8 @@ class Record:
         states: loaded modules of the framework → their digests.
         before: those and the sources that were loaded before the model was.
         facts: what else a server of the model has to know of its configs.
-        stored: the module's tensor → the checkpoint's quantized weights that it is made of.
+        stored: the module's tensor → the checkpoint's weights that it is made of, where these are quantized or
+            several.
     """
 
     program: str
@@ -161,6 +162,7 @@ def sources_in_files(model: nn.Module, files: CheckpointFiles) -> Sources:
         for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
             converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
     by_content = {**converted, **{digest: (name, None) for name, digest in reversed(own.items())}}
+    names = {digest: name for digest, (name, _) in by_content.items()}
     kept: dict[str, torch.Tensor] = {}
     stored: dict[str, StoredSource] = {}
     for name, tensor in named.items():
@@ -173,10 +175,12 @@ def sources_in_files(model: nn.Module, files: CheckpointFiles) -> Sources:
         source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
         if source is not None:
             held[name] = (name, None) if own.get(name) == own[source[0]] and source[1] is None else source
-        elif isinstance(tensor, nn.Parameter):
-            raise CannotStore(f"its files hold no tensor that is {name!r}")
-        else:
+        elif not isinstance(tensor, nn.Parameter):
             kept[name] = tensor.detach().clone()
+        elif (made_of := float_source(tensor, names)) is not None:
+            stored[name] = made_of
+        else:
+            raise CannotStore(f"its files hold no tensor that is {name!r}")
     if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
         raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
     return Sources(held, kept, stored)
@@ -206,22 +210,25 @@ def check_record(record: Record) -> None:
         raise Outdated(f"{changed} was changed in this process")
 
 
-def start_tensors(record: Record | Sources, files: CheckpointFiles, needed: Iterable[str]) -> dict[str, torch.Tensor]:
+def start_tensors(
+    record: Record | Sources, files: CheckpointFiles, needed: Iterable[str]
+) -> dict[str, torch.Tensor | Assembled]:
     """The tensors that the module would have under the names that are needed.
 
     Raises:
         Outdated: one of them is missing.
+        ValueError: the checkpoint does not hold what one of them is made of.
     """
-    shown = next((source.dtype for source in record.stored.values()), torch.bfloat16)
+    shown = next((source.dtype for source in record.stored.values() if source.form), torch.bfloat16)
     stored = dict(files.of_a_float_checkpoint(shown))
     made: dict[tuple[str, torch.dtype | None], torch.Tensor] = {}
-    made_of: dict[StoredSource, torch.Tensor] = {}
-    found: dict[str, torch.Tensor] = {}
+    assembled: dict[StoredSource, Assembled] = {}
+    found: dict[str, torch.Tensor | Assembled] = {}
     for name in needed:
-        if (quantized := record.stored.get(name)) is not None:
-            if quantized not in made_of:
-                made_of[quantized] = of_source(quantized, stored)
-            found[name] = made_of[quantized]
+        if (made_of := record.stored.get(name)) is not None:
+            if made_of not in assembled:
+                assembled[made_of] = Assembled(made_of, stored)
+            found[name] = assembled[made_of]
             continue
         if (source := record.weights.get(name)) is None:
             if name not in record.tensors:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..targets.cpu.kernels import kernel_calls
 from ..verify.self_check import SHORT_SCHEDULE, Reference
 from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
+from .stored_sources import Assembled
 
 _MOST_BYTES = 64 << 20
 """Tensors that passes made, together: tables and masks, not weights."""
@@ -116,13 +117,14 @@ def describe(traced: TracedGraph, linkage: Linkage, model: nn.Module) -> StoredP
 
 
 def restore(
-    stored: StoredProgram, named: Mapping[str, torch.Tensor], *, merge: bool = True, rank: int = 0
+    stored: StoredProgram, named: Mapping[str, torch.Tensor | Assembled], *, merge: bool = True, rank: int = 0
 ) -> LinkedProgram:
     """The program of ``describe`` over the weights of a module, which may become views of merged ones.
 
     Args:
         stored: from a file, with a report.
-        named: tensors of the module by name, those that it reads at least.
+        named: tensors of the module by name, those that it reads at least. What is to be assembled is read as far as
+            this rank holds it.
         merge: lay those that are merged out one after the other now; else packing does that for the ones that it
             packs, one at a time.
         rank: of this process among those that run the program together; it takes its parts of the weights.
@@ -132,22 +134,30 @@ def restore(
         ValueError: it calls what there is not; nothing of it has been run.
     """
     linkage = stored.linkage
+    rank %= linkage.ranks  # within its stage
     constants: dict[str, torch.Tensor] = dict(stored.tensors)
+    wholes: dict[int, torch.Tensor] = {}
+    own = set()
     for name, source in stored.weights.items():
         weight, view = (source, None) if isinstance(source, str) else source
-        if weight not in named:
+        tensor = named.get(weight)
+        if tensor is None:
             raise Outdated(f"the model has no tensor {weight!r}")
-        tensor = named[weight]
+        if isinstance(tensor, Assembled):
+            if view is None and name in linkage.cuts and name not in stored.digests:
+                constants[name] = tensor.part(_cut_of(linkage, name, tensor.shape, rank), rank)
+                own.add(name)
+                continue
+            if id(tensor) not in wholes:
+                wholes[id(tensor)] = tensor.whole()
+            tensor = wholes[id(tensor)]
         constants[name] = tensor if view is None else tensor.detach().as_strided(*view, tensor.storage_offset())
     module = from_data(stored.graph)
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
-    rank %= linkage.ranks
-    for name, (dim, runs) in linkage.cuts.items():
-        if len(runs) != linkage.ranks:
-            raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
-        constants[name] = part_of(constants[name], Cut.of_runs(dim, runs, constants[name].shape[dim]), rank)
+    for name in linkage.cuts.keys() - own:
+        constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
     run = kernel_calls(module)
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
@@ -173,6 +183,22 @@ def stage_of_rank(stored: StoredProgram, rank: int) -> StoredProgram:
         tensors={name: tensor for name, tensor in stored.tensors.items() if name in names},
         digests={name: digest for name, digest in stored.digests.items() if name in linkage.folded},
     )
+
+
+def _cut_of(linkage: Linkage, name: str, sizes: Sequence[int], rank: int) -> Cut:
+    """The cut of an input, a tensor of these sizes.
+
+    Raises:
+        ValueError: it is for other ranks than there are, or for another tensor.
+    """
+    cut = None
+    for dim, runs in reversed(linkage.cuts[name]):
+        if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
+            raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
+        cut = Cut(dim, Cut.of_runs(dim, runs, sizes[dim]).indices, cut)
+    if cut is None:
+        raise ValueError(f"{name} is cut along no dim")
+    return cut
 
 
 def tensors_read(stored: StoredProgram) -> list[str]:

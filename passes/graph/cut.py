@@ -37,21 +37,29 @@ class Cut:
     """The part of a tensor that each rank holds.
 
     Attributes:
-        dim: the only dim that is cut.
+        dim: that is cut.
         indices: of it, per rank; see ``Indices``.
+        further: the cut of another dim; None: this one alone is cut.
     """
 
     dim: int
     indices: Indices
+    further: Cut | None = None
 
     @property
     def local(self) -> int:
         """Size of the dim on every rank."""
         return len(self.indices[0])
 
+    def each(self) -> Iterator[Cut]:
+        """This cut and the further ones."""
+        yield self
+        if self.further is not None:
+            yield from self.further.each()
+
     @property
     def runs(self) -> Runs:
-        """The same as plain data: per rank, the first index and the number of each run; -1 is the first of zeros."""
+        """Its indices as plain data: per rank, the first and the number of each run; -1 is the first of zeros."""
         return tuple(tuple(_runs(part)) for part in self.indices)
 
     @classmethod
@@ -78,11 +86,13 @@ class Cut:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Cut) and self.dim == other.dim and all(map(np.array_equal, self.indices, other.indices))
+            isinstance(other, Cut)
+            and (self.dim, self.further) == (other.dim, other.further)
+            and all(map(np.array_equal, self.indices, other.indices))
         )
 
     def __hash__(self) -> int:
-        return hash((self.dim, *(part.tobytes() for part in self.indices)))
+        return hash((self.dim, self.further, *(part.tobytes() for part in self.indices)))
 
 
 def _runs(part: NDArray[np.int64]) -> Iterator[tuple[int, int]]:

@@ -113,6 +113,7 @@ class Part:
 
     def turned(self) -> Part:
         """The part of a matrix, transposed."""
+        assert self.cut.further is None
         return Part(self.whole.detach().transpose(0, 1), Cut(1 - self.cut.dim, self.cut.indices))
 
 

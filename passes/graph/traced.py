@@ -54,6 +54,7 @@ class TracedGraph:
         input_bits: that inputs keep of stored weights that were made for inputs of 8 bits: 16, or None for 8.
         ranks: processes that run it together; 1: this one alone.
         rank: of this process among them.
+        expert_groups: of ranks that hold different experts; None: as many as there can be.
         notes: facts that one pass leaves for later ones, for linking and for the self-check.
     """
 
@@ -72,6 +73,7 @@ class TracedGraph:
     input_bits: int | None = None
     ranks: int = 1
     rank: int = 0
+    expert_groups: int | None = None
     notes: GraphNotes = field(default_factory=GraphNotes)
     _origin: fx.Node | None = field(default=None, init=False, repr=False)
 

@@ -37,10 +37,10 @@ from ..graph.data_movement import RESHAPES
 from ..graph.fx_nodes import cache_index, callee, eliminate_dead_code, shape, value
 from ..graph.notes import Part
 from ..graph.record import PassRecord
-from ..graph.traced import TracedGraph
+from ..graph.traced import TracedGraph, UnsupportedModel
 from ..sharding.attention import ATTENTION
 from ..sharding.elementwise import ELEMENTWISE
-from ..sharding.experts import spread_experts
+from ..sharding.experts import hold_experts
 from ..sharding.norms import NORMS, ROTATIONS
 from ..sharding.slices import column_unit, part_of
 from ..sharding.states import STATES
@@ -57,10 +57,16 @@ def shard_layers(traced: TracedGraph) -> PassRecord:
     """Cut the layers for ``traced.ranks`` and leave the part of ``traced.rank``.
 
     ``traced.notes.parts`` says of which tensors the graph's inputs receive parts.
+
+    Raises:
+        UnsupportedModel: more groups of experts are asked for than there are experts.
     """
     record = PassRecord("shard_layers")
     if traced.ranks == 1:
         return record
+    asked = traced.expert_groups
+    if asked is not None and asked > 1 and not any(node.target is _pagoda.moe.default for node in traced.graph.nodes):
+        raise UnsupportedModel(f"expert_parallel_size={asked}: no routed experts were found in the model; omit it")
     _join_views(traced.graph)
     walks: list[tuple[fx.Node, Walk]] = []
     taken: set[fx.Node] = set()
@@ -71,7 +77,7 @@ def shard_layers(traced: TracedGraph) -> PassRecord:
             if node.target is _aten.linear.default and _is_computed(node.args[0]):
                 walk = _closed_by(traced, node)
             elif node.target is _pagoda.moe.default:
-                spread_experts(walk := _walk(traced), node)
+                hold_experts(walk := _walk(traced), node)
             else:
                 continue
             if walk is None:
@@ -147,8 +153,8 @@ def _apply(traced: TracedGraph, walks: list[tuple[fx.Node, Walk]]) -> None:
         walk.apply()
     _hold_parts(traced, [walk for _, walk in walks])
     for node, walk in sorted(walks, key=lambda entry: order[entry[0]]):
-        if node.target is _pagoda.moe.default:
-            _count_locally(traced, node)
+        if walk.expert_groups > 1:
+            _count_locally(traced, node, walk.expert_groups)
         for closer in walk.closers or [node]:
             (_gather if walk.gathers else _reduce)(traced, closer)
     for _, walk in walks:
@@ -216,13 +222,14 @@ def _gather(traced: TracedGraph, linear: fx.Node) -> None:
     linear.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
 
 
-def _count_locally(traced: TracedGraph, node: fx.Node) -> None:
+def _count_locally(traced: TracedGraph, node: fx.Node, groups: int) -> None:
     """Let the ids of experts be counted from the first one that this rank holds."""
     call: MoeArguments[Any] = MoeArguments(*node.args)
     count = int(shape(call.up)[0])
-    name = f"first_expert_of_{count}"
+    name = f"first_expert_of_{count}_in_{groups}"
     if name not in traced.constants:
-        firsts = torch.arange(traced.ranks, device=value(call.topk_ids).device) * count
+        ranks = torch.arange(traced.ranks, device=value(call.topk_ids).device)
+        firsts = ranks // (traced.ranks // groups) * count
         _constant(traced, name, firsts, Cut(0, tuple(np.array([rank]) for rank in range(traced.ranks))))
     with traced.before(node):
         ids = traced.call(_pagoda.local_experts.default, call.topk_ids, traced.placeholder(name), count)

@@ -20,9 +20,10 @@ def column_unit(weight: torch.Tensor) -> int:
 
 def check_part(tensor: torch.Tensor, cut: Cut) -> None:
     """Raise ``Refused`` if a tensor has no such parts."""
-    if isinstance(tensor, StoredWeight) and _is_along_inputs(tensor, cut.dim):
-        for held in cut.indices:
-            _run_of_groups(tensor, held)
+    for each in cut.each():
+        if isinstance(tensor, StoredWeight) and _is_along_inputs(tensor, each.dim):
+            for held in each.indices:
+                _run_of_groups(tensor, held)
 
 
 def part_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
@@ -31,13 +32,17 @@ def part_of(tensor: torch.Tensor, cut: Cut, rank: int) -> torch.Tensor:
     Raises:
         Refused: a stored weight has no such part.
     """
-    held = cut.indices[rank]
+    for each in cut.each():
+        tensor = _part_along(tensor, each.dim, each.indices[rank])
+    return tensor
+
+
+def _part_along(tensor: torch.Tensor, dim: int, held: np.ndarray) -> torch.Tensor:
     if not isinstance(tensor, StoredWeight):
-        return _taken(tensor.detach(), cut.dim, held)
+        return _taken(tensor.detach(), dim, held)
     lead = tensor.dim() - 2
-    if not _is_along_inputs(tensor, cut.dim):
-        dim = cut.dim if cut.dim < lead else lead
-        return tensor.each(lambda part: _taken(part, dim, held))
+    if not _is_along_inputs(tensor, dim):
+        return tensor.each(lambda part: _taken(part, min(dim, lead), held))
     first, last, missing = _run_of_groups(tensor, held)
     per_byte, size = tensor.form.per_byte, tensor.form.group_size
     codes = _padded(tensor.codes[..., first // per_byte : last // per_byte], missing // per_byte)
@@ -76,7 +81,7 @@ def _run_of_groups(tensor: StoredWeight, held: np.ndarray) -> tuple[int, int, in
 
 
 def _taken(tensor: torch.Tensor, dim: int, held: np.ndarray) -> torch.Tensor:
-    if len(held) and np.array_equal(held, np.arange(held[0], held[0] + len(held))):
+    if len(held) and held[0] != ZERO and np.array_equal(held, np.arange(held[0], held[0] + len(held))):
         return tensor.narrow(dim, int(held[0]), len(held))
     taken = tensor.index_select(dim, torch.from_numpy(np.maximum(held, 0)).to(tensor.device))
     zeros = np.flatnonzero(held == ZERO)

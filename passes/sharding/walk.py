@@ -40,6 +40,7 @@ class Walk:
         sums: norms over features that the ranks share, and who holds which.
         opened: a linear's outputs are cut.
         holds: attention or a state is inside.
+        expert_groups: groups of ranks that hold different experts, of a region of routed experts.
         works: something other than views is computed between.
     """
 
@@ -59,16 +60,18 @@ class Walk:
         self.specs: dict[int, CacheSpec | StateSpec] = {}
         self.sums: list[tuple[fx.Node, Cut]] = []
         self.opened = self.works = self.holds = False
+        self.expert_groups = 1
         self._rules, self._items = rules, items
         self._order = {node: i for i, node in enumerate(traced.graph.nodes)}
         self._wanted: dict[fx.Node, list[tuple[fx.Node, Cut]]] = {}
         self._targets: dict[fx.Node, Callable[..., Any]] = {}
         self._edits: list[Callable[[], tuple[fx.Node, tuple[Any, ...]]]] = []
 
-    def demand(self, node: Any, user: fx.Node, dim: int, indices: Indices) -> None:
+    def demand(self, node: Any, user: fx.Node, dim: int, indices: Indices, further: Cut | None = None) -> None:
         """Let ``user`` read ``node`` cut so; what is no node is a number, and the same on every rank."""
         if isinstance(node, fx.Node):
-            self._wanted.setdefault(node, []).append((user, Cut(dim % max(1, len(shape(node))), indices)))
+            cut = Cut(dim % max(1, len(shape(node))), indices, further)
+            self._wanted.setdefault(node, []).append((user, cut))
 
     def close(self, linear: fx.Node, indices: Indices) -> None:
         """Let a linear read a part of its inputs on every rank."""
@@ -138,6 +141,8 @@ class Walk:
         items = isinstance(value(node), (list, tuple))
         cut = None if items else _joined(node, demands, self.ranks)
         if node.op != "placeholder":
+            if cut is not None and cut.further is not None:
+                raise Refused(f"what {callee(node)} yields is cut along two dims")
             self._check_readers(node, users, cut)
         name = callee(node)
         if node.op == "placeholder":
@@ -193,7 +198,7 @@ def _joined(node: fx.Node, demands: list[tuple[fx.Node, Cut]], ranks: int) -> Cu
     cuts = list(dict.fromkeys(cut for _, cut in demands))
     if len(cuts) == 1:
         return cuts[0]
-    if len({cut.dim for cut in cuts}) != 1:
+    if len({cut.dim for cut in cuts}) != 1 or any(cut.further for cut in cuts):
         raise Refused(f"{callee(node)} is cut along two dims")
     pieces = sorted(cuts, key=lambda cut: min(int(part[part >= 0].min(initial=1 << 60)) for part in cut.indices))
     held = [np.concatenate([cut.indices[r] for cut in pieces]) for r in range(ranks)]

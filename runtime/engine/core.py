@@ -153,6 +153,12 @@ class EngineCore:
             reason = self._start_again(reason)
             return self._end_all(reason) if reason else []
 
+    def notice_failure(self) -> None:
+        """Let a program of several ranks start again if one of them has ended while no step ran."""
+        failure = getattr(self.state.runner.program, "failure", None)
+        if failure is not None and self.device_lost is None and (reason := self._start_again(str(failure))):
+            self._end_all(reason)
+
     def _start_again(self, reason: str) -> str:
         """Let the program start again, and what is under way be computed again; why that is impossible, or ""."""
         start_again = getattr(self.state.runner.program, "start_again", None)

@@ -158,7 +158,8 @@ class EngineBase:
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
             with a pipeline ``steps_beside_others``, which were launched while another one was under way;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
-            ``operator_steps``; with several ranks ``ranks`` and ``rank_restarts``;
+            ``operator_steps``; with several ranks ``ranks``, ``rank_restarts`` and
+            ``collective_seconds`` that the first rank spent in exchanges;
             and the block manager's figures, see ``blocks.inspection.stats``, among them
             ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total at
             every moment), ``prefix_hit_rate``, ``evictions``; of models with state also ``state_slots_total``,
@@ -205,6 +206,11 @@ class EngineBase:
         """Forget all keys and values: requests under way are computed again from their tokens, prompt and output,
         with the weights as they are now. For ``before_step`` and ``in_turn``."""
         self._core.compute_again()
+
+    def notice_failure(self) -> None:
+        """Let a program of several ranks start again if one of them has ended while no step ran, or set
+        ``device_lost``; a step does it by itself."""
+        self._core.turns.take(self._core.notice_failure)
 
     @property
     def device_lost(self) -> str | None:

@@ -38,7 +38,13 @@ class RankGroup(ParallelGroup, Protocol):
 
     Every method but ``close`` is called on all ranks, in one order, and raises ``CollectiveFailed`` where another
     rank does not take part.
+
+    Attributes:
+        seconds: that this rank has spent in ``all_reduce`` and ``all_gather``.
     """
+
+    @property
+    def seconds(self) -> float: ...
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """The ``x`` of rank ``source``, which has the same shape and dtype on all ranks."""

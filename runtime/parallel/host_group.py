@@ -29,6 +29,11 @@ class HostGroup:
         self._control, self._tensors = control, tensors
         self.all_gather = tensors.all_gather
 
+    @property
+    def seconds(self) -> float:
+        """See ``RankGroup``."""
+        return self._tensors.seconds
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See ``ParallelGroup``; what the kernel does not add, such as float64, goes through ``control``."""
         return (self._tensors if x.dtype in FLOAT_CODES else self._control).all_reduce(x)

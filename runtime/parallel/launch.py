@@ -111,6 +111,7 @@ class Ranks:
         self.size, self.stages = size, stages
         self.load_timeout, self.step_timeout = load_timeout, step_timeout
         self.num_restarts = 0
+        self._former_seconds = 0.0
         threads = torch.get_num_threads() if threads is None else threads
         self._known = {**facts(threads), **known}
         self._launch: Callable[[], Launch] = partial(Children, tuple(command), size, stages, threads)
@@ -131,6 +132,11 @@ class Ranks:
     def failure(self) -> GroupFailed | None:
         """What has failed, if the other ranks were ended because of it."""
         return self._watch.failure
+
+    @property
+    def seconds(self) -> float:
+        """Those that this rank has spent in exchanges of tensors, also with ranks that others have replaced."""
+        return self._former_seconds + sum(group.seconds for group in self._met)
 
     @property
     def pids(self) -> list[int]:
@@ -174,6 +180,7 @@ class Ranks:
             return False
         self.close()
         self.num_restarts += 1
+        self._former_seconds = self.seconds
         self._start()
         self.load(self._load)
         self._wait_loaded(program)

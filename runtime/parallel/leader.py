@@ -128,6 +128,11 @@ class LeaderProgram:
                 self._ranks.send(Message("warm_up"))
                 warm_up()
 
+    @property
+    def failure(self) -> GroupFailed | None:
+        """What has failed, once the other ranks were ended because of it."""
+        return self._ranks.failure
+
     def start_again(self) -> bool:
         """After ``GroupFailed``: start other ranks, with empty caches of the same sizes. False if there were too many
         starts of late."""
@@ -148,10 +153,12 @@ class LeaderProgram:
                 raise GroupFailed(0, f"cannot start the others again: {error}") from error
         return True
 
-    def graph_stats(self) -> dict[str, int]:
-        """Those of rank 0, the number of ``ranks``, and how often others were started anew, ``rank_restarts``."""
+    def graph_stats(self) -> dict[str, int | float]:
+        """Those of rank 0, the number of ``ranks``, how often others were started anew, ``rank_restarts``, and the
+        seconds that rank 0 spent in exchanges with them, ``collective_seconds``."""
         own: dict[str, int] = getattr(self._program, "graph_stats", dict)()
-        return {**own, "ranks": self._ranks.size, "rank_restarts": self._ranks.num_restarts}
+        of_ranks = {"rank_restarts": self._ranks.num_restarts, "collective_seconds": self._ranks.seconds}
+        return {**own, "ranks": self._ranks.size, **of_ranks}
 
     def close(self) -> None:
         """End the other ranks."""

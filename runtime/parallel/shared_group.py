@@ -28,7 +28,7 @@ TIMEOUT = 300.0
 _HEADER = struct.Struct("=8s4q")
 _MAGIC, _VERSION = b"pagodaSG", 1
 _FAILURE, _FIRST_SEAT, _SEAT, _PROCESS, _WORDS, _WORD_BYTES, _REGIONS = 64, 128, 128, 24, 8320, 256, 28672
-_SIZE, _TIMEOUT, _STEP, _EXCHANGES, _WATCHED = 2, 4, 5, 6, 7
+_SIZE, _TIMEOUT, _STEP, _EXCHANGES, _SPENT, _WATCHED = 2, 4, 5, 6, 7, 8
 _ARGUMENTS = struct.Struct("=6q")
 _STOPPED, _LATE, _ENDED, _DIFFER = 1, 2, 3, 4
 _FIRST_ROUND = (1 << 32) - 1000  # the counters wrap around soon, so that every run shows that they may
@@ -56,7 +56,7 @@ class SharedGroup:
         _, _, self.size, slot_bytes, _ = _HEADER.unpack_from(self._memory)
         anchor = ctypes.c_char.from_buffer(self._memory)
         watched = [-1] * MOST_RANKS
-        fields = (ctypes.addressof(anchor), rank, self.size, slot_bytes, 0, 0, 0, *watched)
+        fields = (ctypes.addressof(anchor), rank, self.size, slot_bytes, 0, 0, 0, 0, *watched)
         self._member = (ctypes.c_int64 * len(fields))(*fields)
         self._address = ctypes.addressof(self._member)
         del anchor  # the mapping stays where it is until it is closed
@@ -154,6 +154,11 @@ class SharedGroup:
     @step.setter
     def step(self, number: int) -> None:
         self._member[_STEP] = number
+
+    @property
+    def seconds(self) -> float:
+        """Those that this rank has spent in exchanges."""
+        return self._member[_SPENT] / 1e9
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's ``x``: added in the order of the ranks in float32, the same bits on all of them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ class TorchGroup:
         self.rank, self.size, self.name = rank, size, name
         self._ranks: Any = None
         self._is_aborted = self._is_under_way = False
+        self.seconds = 0.0
         self._meeting: int | None = None
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
@@ -86,7 +88,7 @@ class TorchGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum, see ``ParallelGroup``; float64 is added in float64."""
-        first, *others = self._gathered(x)
+        first, *others = self._exchanged(x)
         total = first.to(torch.promote_types(x.dtype, torch.float32))
         for part in others:
             total = total + part
@@ -94,7 +96,7 @@ class TorchGroup:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Every rank's ``x``, see ``ParallelGroup``."""
-        return torch.cat(list(self._gathered(x)), -1)
+        return torch.cat(list(self._exchanged(x)), -1)
 
     def broadcast(self, x: torch.Tensor, source: int) -> torch.Tensor:
         """See ``RankGroup``."""
@@ -155,6 +157,12 @@ class TorchGroup:
         else:
             raise CollectiveFailed(self.rank, "has left an exchange, as another rank has failed")
         self._is_under_way = False
+
+    def _exchanged(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        begin = time.perf_counter()
+        found = self._gathered(x)
+        self.seconds += time.perf_counter() - begin
+        return found
 
     def _gathered(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         parts = x.new_empty(self.size, *x.shape).unbind(0)

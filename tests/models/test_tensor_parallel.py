@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,18 @@ import torch
 import torch_pagoda as pagoda
 from torch_pagoda import SamplingParams
 from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.link.linker import LinkedProgram
 from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.load_options import LoadOptions
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.runtime.parallel import launch
+from torch_pagoda.runtime.parallel.messages import encode
 from torch_pagoda.runtime.parallel.torchrun import host_id
 from torch_pagoda.shipping import load_program, other_ranks
 
 from hf_reference import greedy_without_cache
 from tiny_models import build_tiny_model
+from word_tokenizers import word_tokenizer
 
 ARCHITECTURES = (
     *("llama", "gpt2", "falcon", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v32"),
@@ -75,9 +81,11 @@ def served(folder: Path, ranks: int, **options: Any) -> tuple[list[Any], dict[st
         return [greedy, again, pairs, found], llm.stats()
 
 
-def check(kind: str, ranks: int, folder: Path, **options: Any) -> dict[str, Any]:
+def check(
+    kind: str, ranks: int, folder: Path, expert_parallel_size: int | None = None, **options: Any
+) -> dict[str, Any]:
     """Compare with transformers and with one process."""
-    found, stats = served(folder, ranks, **options)
+    found, stats = served(folder, ranks, expert_parallel_size=expert_parallel_size, **options)
     alone, _ = served(folder, 1, **options)
     assert found == alone
     if not options.get("kv_cache_dtype"):
@@ -123,11 +131,58 @@ def test_ranks_start_again_with_the_stored_program(
     assert served[0] == served[1]
 
 
+FOLLOW = """
+import sys, types
+from torch_pagoda.runtime.parallel.messages import PREFIX_BYTES, decode, lengths
+from torch_pagoda.shipping import load_program
+
+data = open(sys.argv[1], "rb").read()
+start = PREFIX_BYTES + lengths(data[:PREFIX_BYTES])[0]
+message = decode(data[PREFIX_BYTES:start], bytearray(data[start:]))
+message.values["processors"] = []
+program = load_program(message, types.SimpleNamespace(rank=1))
+print(sum(given.nbytes for given in program._args if hasattr(given, "nbytes")))
+print([name for name in sys.modules if name.startswith("transformers.models.") and ".modeling_" in name])
+"""
+"""A rank without the others: bytes of the tensors that its program holds, and the modeling code that it imports."""
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_other_ranks_import_no_model_class_and_hold_their_part(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Sent(Exception):
+        """The program is sent: enough."""
+
+    def keep(_: launch.Ranks, message: launch.Message) -> None:
+        (tmp_path / "message").write_bytes(encode(message, 1))
+        raise Sent
+
+    monkeypatch.setattr(launch.Ranks, "load", keep)
+    with pytest.raises(Sent):
+        pagoda.LLM(saved(kind), tensor_parallel_size=2, **SIZES)
+    command = [sys.executable, "-c", FOLLOW, str(tmp_path / "message")]
+    held, imported = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert imported in ("[]", "['transformers.models.auto.modeling_auto']")
+    model = build_tiny_model(kind)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    assert int(held) <= sum(p.nbytes for p in model.parameters()) - experts / 2
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_architectures(kind: str, ranks: int, saved: Callable[[str], Path], several_processors: None) -> None:
     check(kind, ranks, saved(kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "groups"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("kind", ["gpt_oss", "qwen3_moe"])
+def test_experts_in_groups(
+    kind: str, ranks: int, groups: int, saved: Callable[[str], Path], several_processors: None
+) -> None:
+    check(kind, ranks, saved(kind), expert_parallel_size=groups)
 
 
 @pytest.mark.slow
@@ -143,6 +198,62 @@ def test_architectures(kind: str, ranks: int, saved: Callable[[str], Path], seve
 )
 def test_modes(options: dict[str, Any], saved: Callable[[str], Path]) -> None:
     check("qwen3_moe", 2, saved("qwen3_moe"), **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_grammar_holds_the_output_of_ranks(ranks: int, tmp_path: Path, several_processors: None) -> None:
+    build_tiny_model("llama", vocab_size=640).save_pretrained(tmp_path)
+    word_tokenizer("byte-level").save_pretrained(tmp_path)
+    held = SamplingParams(max_tokens=24, temperature=1.0, seed=3, structured_outputs={"regex": "(ab|cd){3,6}!"})
+    found = []
+    for size in (1, ranks):
+        with pagoda.LLM(tmp_path, tensor_parallel_size=size, **SIZES) as llm:
+            outputs = llm.generate([[9, 8, 7], [5, 6, 7, 8]], held)
+            found.append([output.outputs[0].text for output in outputs])
+    assert found[0] == found[1]
+    assert all(re.fullmatch("(ab|cd){3,6}!", text) for text in found[1])
+
+
+HASHED = """
+import hashlib
+from pathlib import Path
+import torch
+from torch_pagoda.compiler.link.linker import LinkedProgram
+from torch_pagoda import rank
+
+step = LinkedProgram.__call__
+
+def hashed(self, *arguments):
+    logits = step(self, *arguments)
+    if self.group is not None:
+        with open(Path(folder, f"rank {self.group.rank}"), "a") as file:
+            file.write(hashlib.sha256(logits.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
+            file.write("\\n")
+    return logits
+
+LinkedProgram.__call__ = hashed
+"""
+"""Lets a process note a digest of each step's logits in ``folder``."""
+RANK = f"import sys\nfolder = sys.argv.pop(1)\n{HASHED}\nsys.exit(rank.main(sys.argv[1:], rank.load_program))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_all_ranks_have_the_same_bits_over_1000_steps(
+    kind: str, saved: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, several_processors: None
+) -> None:
+    monkeypatch.setitem(launch.Ranks.__init__.__kwdefaults__, "command", [sys.executable, "-c", RANK, str(tmp_path)])
+    monkeypatch.setattr(LinkedProgram, "__call__", LinkedProgram.__call__)  # to be as it was afterwards
+    exec(HASHED, {"folder": tmp_path})
+    sizes = {**SIZES, "num_blocks": 400, "max_num_batched_tokens": 64}
+    with pagoda.LLM(saved(kind), tensor_parallel_size=4, dtype="bfloat16", **sizes) as llm:
+        long = SamplingParams(max_tokens=350, temperature=1.0, seed=7, ignore_eos=True)
+        for turn in range(3):
+            llm.generate([[turn + 3, *prompt] for prompt in prompts()[:4]], long)
+    noted = [(tmp_path / f"rank {rank}").read_text().splitlines() for rank in range(4)]
+    assert len(noted[0]) > 1000
+    assert noted[1:] == noted[:1] * 3
 
 
 class LonelyGroup:

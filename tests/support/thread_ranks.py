@@ -71,6 +71,7 @@ class ThreadRanks:
 
     load_timeout = step_timeout = 20.0
     stages = 1
+    seconds = 0.0
 
     def __init__(self, make: Callable[[ThreadGroup], Any], size: int = 2) -> None:
         self.size, self.num_restarts = size, 0

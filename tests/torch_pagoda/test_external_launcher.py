@@ -36,6 +36,8 @@ print(llm.stats()["ranks"], llm.generate("def f", SamplingParams(temperature=0, 
         (None, {"tensor_parallel_size": 2, **BACKEND}, "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the env"),
         (None, {"distributed_executor_backend": "ray"}, "'ray' is not known; use 'mp' or 'external_launcher'"),
         (None, {"worker_restarts": -1}, "worker_restarts=-1 is not a number from 0; give one"),
+        (None, {"step_timeout": 0}, "step_timeout=0 is not a number of seconds from 0 to 86400; give one"),
+        (None, {"step_timeout": float("nan")}, "step_timeout=nan is not a number of seconds"),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_loaded(

@@ -49,7 +49,9 @@ GIVEN: dict[str, Any] = {
     **{"patterns": (Pattern(torch.relu, torch.relu, [torch.ones(2)]),), "codegen": "none", "target": "npu"},
     **{"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}, "schedule": {"streams": True}},
     "pipeline_parallel_size": 2,
+    **{"expert_parallel_size": 1, "enable_expert_parallel": False},
     **{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "worker_restarts": 1},
+    **{"step_timeout": 20.0},
 }
 """Of every keyword a value that is not its default."""
 BESIDE = {

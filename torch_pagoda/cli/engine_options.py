@@ -19,7 +19,8 @@ ENGINE_PANELS = (
         "Engine",
         "tokenizer dtype device block_size num_blocks kv_cache_memory min_kv_cache_memory kv_cache_dtype "
         "quantization group_size input_bits batch_invariant tensor_parallel_size pipeline_parallel_size "
-        "worker_restarts max_num_seqs max_num_batched_tokens max_model_len",
+        "expert_parallel_size enable_expert_parallel worker_restarts step_timeout max_num_seqs "
+        "max_num_batched_tokens max_model_len",
     ),
     ("Scheduling", "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup"),
     ("Compiler", "verify codegen npu_options static_decode schedule skip_pass only_pass"),

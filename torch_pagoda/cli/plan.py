@@ -68,6 +68,9 @@ def plan(
             "--pipeline-parallel-size", "-pp", help="Stages of these ranks: plan the memory of the fullest."
         ),
     ] = 1,
+    expert_parallel_size: Annotated[
+        int | None, typer.Option(help="Groups of them that hold different experts, each cut within its group.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -104,6 +107,7 @@ def plan(
             kv_cache_dtype=kv_cache_dtype,
             tensor_parallel_size=tensor_parallel_size,
             pipeline_parallel_size=pipeline_parallel_size,
+            expert_parallel_size=expert_parallel_size,
         ).for_device(resolve_device("auto").type)
         ranks = options.tensor_parallel_size
         total = available_memory() // options.world_size if memory is None else parse_memory(memory, "memory")
@@ -139,6 +143,7 @@ def plan(
         said = {**_as_dict(found, needs, sizes, kv_cache_dtype), "tensor_parallel_size": ranks}
         said |= {"pipeline_parallel_size": pipeline_parallel_size}
         said |= {"stages": None if needs.stages is None else needs.stages.to_dict()}
+        said["experts"] = {} if needs.shares is None else needs.shares.experts
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
@@ -147,6 +152,8 @@ def plan(
             number, share = plans.index(found), shares[plans.index(found)]
             fullest = f"stage {number + 1} of {len(plans)} (layers {share.first} to {share.last}), the fullest"
             where = f"{where} of {fullest}" if where else f", in {fullest}"
+        for count, (held, over) in ({} if needs.shares is None else needs.shares.experts).items():
+            where += f": {held} of {count} experts{f', 1/{over} of each' if over > 1 else ''}"
         _print(found, needs, sizes, kv_cache_dtype, where)
         if formats is not None:
             console = Console()

@@ -57,7 +57,11 @@ class InspectOptions(PassOptions):
 
 _INSPECT_PANELS = (
     ("", f"target soc cann context torchair schedule html json_file layer verify opt_level {_COMPILING}"),
-    ("Engine", "quantization kv_cache_dtype tensor_parallel_size pipeline_parallel_size"),
+    (
+        "Engine",
+        "quantization kv_cache_dtype tensor_parallel_size pipeline_parallel_size expert_parallel_size "
+        "enable_expert_parallel",
+    ),
 )
 
 

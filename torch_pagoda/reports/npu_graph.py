@@ -141,6 +141,7 @@ def graph_engine_report(model: nn.Module, representatives: Sequence[int], option
                 kv_cache_dtype=options.kv_cache_dtype,
                 input_bits=options.input_bits,
                 ranks=options.tensor_parallel_size,
+                expert_groups=options.expert_parallel_size,
                 formats=formats,
                 marks=marks_of_layers(model, formats),
             )
@@ -179,6 +180,7 @@ def convert_configuration(
     kv_cache_dtype: str = "auto",
     input_bits: int | None = None,
     ranks: int = 1,
+    expert_groups: int | None = None,
     formats: Formats | None = None,
     marks: Sequence[str] = (),
 ) -> dict[str, Any]:
@@ -191,6 +193,7 @@ def convert_configuration(
         soc, cann, block_size, opt_level, passes, quantization, group_size, kv_cache_dtype, input_bits: as in
             ``CompileOptions``.
         ranks: how many hold each layer together; the graph is that of one.
+        expert_groups: ``CompileOptions.expert_parallel_size``.
         formats: formats of its stored weights.
         marks: per decoder layer, what distinguishes it in addition to its configuration; () for nothing.
 
@@ -225,6 +228,7 @@ def convert_configuration(
         kv_cache_dtype=kv_cache_dtype,
         input_bits=input_bits,
         tensor_parallel_size=ranks,
+        expert_parallel_size=expert_groups,
     )
     config = AutoConfig.from_pretrained(folder)
     built = getattr(importlib.import_module(module), name)

@@ -50,6 +50,8 @@ def _parts(shares: RankShares) -> Section:
             Styled(f"{over:.3f} × 1/{shares.ranks}", "good" if over <= MOST_OVER else "warn"),
         )
     ]
+    for whole, (held, over) in shares.experts.items():
+        rows.append(("routed experts", str(whole), str(held), f"1/{over} of each" if over > 1 else ""))
     for whole, held in shares.kv_heads.items():
         note = f"{shares.ranks // whole} ranks hold each" if held * shares.ranks > whole else ""
         note = "all of them" if held == whole else note

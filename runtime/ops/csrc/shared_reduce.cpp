@@ -50,9 +50,10 @@ static_assert(offsetof(SharedHeader, failure) == 64 && offsetof(SharedHeader, se
 struct Member {  // what one process knows of a group
   char* memory;  // null once it was left
   int64_t rank, size, slot_bytes, timeout, step, exchanges;
+  int64_t spent;  // ns in exchanges
   int64_t watched[kMostRanks];  // descriptors of the other ranks' processes, readable once they end; -1: none
 };
-static_assert(sizeof(Member) == (7 + kMostRanks) * 8, "shared_group.py makes it of integers");
+static_assert(sizeof(Member) == (8 + kMostRanks) * 8, "shared_group.py makes it of integers");
 
 enum Failure : uint64_t { kStopped = 1, kLate, kEnded, kDiffer };
 
@@ -155,9 +156,11 @@ class Exchange {
       : member_(member),
         own_(header_of(member).seats[member.rank]),
         round_(own_.arrived.load(std::memory_order_relaxed) + 1),
-        call_((call + (uint64_t)member.step) * 0x9E3779B97F4A7C15u) {
+        call_((call + (uint64_t)member.step) * 0x9E3779B97F4A7C15u),
+        begin_(now()) {
     ++member.exchanges;
   }
+  ~Exchange() { member_.spent += now() - begin_; }
   int64_t failure() const { return (int64_t)header_of(member_).failure.load(std::memory_order_acquire); }
   int64_t bank() const { return round_ & 1; }  // to write in; behind `meet`, what was written lies in the other one
   int64_t meet() {
@@ -173,10 +176,11 @@ class Exchange {
   }
 
  private:
-  const Member& member_;
+  Member& member_;
   Seat& own_;
   uint32_t round_;
   uint64_t call_;
+  int64_t begin_;
 };
 
 struct Run {  // of bytes

@@ -351,3 +351,28 @@ def test_nothing_is_recorded_of_what_a_file_does_not_hold(tmp_path, monkeypatch,
         compile_program(model, OPTIONS, files=files(folder), loaded=frozenset())
     assert "no tensor that is 'model.norm.weight'" in caplog.text
     assert not list((tmp_path / "cache" / "programs").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_that_transformers_merges_are_found_again(name, tmp_path, monkeypatch, caplog):
+    monkeypatch.delenv(DISABLE)
+    monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
+    folder = saved(tmp_path / "checkpoint", name)
+    compiled(folder)
+    program, _ = program_of_checkpoint(files(folder), OPTIONS)
+    assert program.report.stored
+    assert check(program, reference_of_model(AutoModelForCausalLM.from_pretrained(folder).eval())).ok
+    load = type(open_store()).load
+
+    def exchanged(store, key, kind):
+        """What is kept, with the first two experts of each layer in each other's place."""
+        data = load(store, key, kind)
+        if kind is record.Record:
+            stored = {n: replace(s, rows=(s.rows[1], s.rows[0], *s.rows[2:])) for n, s in data.stored.items()}
+            data = replace(data, stored=stored)
+        return data
+
+    monkeypatch.setattr("torch_pagoda.compiler.warm_start.file.ProgramStore.load", exchanged)
+    assert program_of_checkpoint(files(folder), OPTIONS) is None
+    assert "standard deviations" in caplog.text

@@ -167,6 +167,20 @@ def test_a_group_that_failed_starts_again_and_no_token_changes(where, ahead):
     assert again[again.index("step") :].count("bind") == 1
 
 
+def test_a_group_that_failed_while_nothing_ran_starts_again():
+    leader, ranks = leading(attention)
+    engine = Engine(leader, **SETTINGS)
+    engine.notice_failure()
+    assert ranks.num_restarts == 0
+    ranks.failure = GroupFailed(1, "died with signal 9 after bind")
+    engine.notice_failure()
+    assert ranks.num_restarts == 1 and engine.device_lost is None
+    assert tokens(engine) == tokens(Engine(attention(), **SETTINGS))
+    ranks.num_restarts, ranks.failure = 4, GroupFailed(1, "died with signal 9 after step 7")
+    engine.notice_failure()
+    assert engine.device_lost == "rank 1 died with signal 9 after step 7"
+
+
 def test_a_group_that_keeps_failing_ends_every_request():
     leader, ranks = leading(attention)
     engine = Engine(leader, **SETTINGS)

@@ -17,7 +17,7 @@ GAUGES = {
 
 STATE_GAUGES = {f"state_slots_{name}" for name in ("total", "used", "cached", "free", "used_peak")}
 
-OF_RANKS = {"rank_restarts"}
+OF_RANKS = {"rank_restarts", "collective_seconds"}
 AHEAD = {name for name in COUNTERS if name.startswith("synchronous_steps_")} | {"steps_ahead"}
 
 

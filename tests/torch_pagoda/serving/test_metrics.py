@@ -175,9 +175,10 @@ def test_the_engines_figures_are_read_at_the_scrape():
 
 
 def test_ranks_are_counted_where_there_are_several():
-    found = values(served(ranks=2, rank_restarts=3))
-    names = {name: amount for (name, _), amount in found.items() if "rank" in name}
-    assert names == {"pagoda:ranks": 2, "pagoda:rank_restarts_total": 3}
+    found = values(served(ranks=2, rank_restarts=3, collective_seconds=1.5))
+    names = {name: amount for (name, _), amount in found.items() if "rank" in name or "collective" in name}
+    of_ranks = {"pagoda:ranks": 2, "pagoda:rank_restarts_total": 3}
+    assert names == {**of_ranks, "pagoda:collective_seconds_total": 1.5}
     assert not [name for name, _ in values(served(**toy_engine().stats())) if "rank" in name]
 
 

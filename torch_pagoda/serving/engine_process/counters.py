@@ -15,7 +15,7 @@ COUNTERS = frozenset(
         *("blocks_swapped_out", "blocks_swapped_in", "prefix_query_tokens", "prefix_hit_tokens"),
         *("state_slots_evicted", "model_seconds", "total_seconds"),
         *FIGURES.values(),
-        *("steps_ahead", "rank_restarts"),
+        *("steps_ahead", "rank_restarts", "collective_seconds"),
         *(f"synchronous_steps_{reason}" for reason in REASONS),
     }
 )

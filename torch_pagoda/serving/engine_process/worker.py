@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 MAX_UNSENT = 64 * 2**20
 """Bytes that may wait for the peer to read them; above this no step runs."""
 
+_IDLE_SECONDS = 1.0
+"""Between two looks at the other ranks of the model while no step runs."""
 _MAX_FAILURES = 3
 _MAX_REASON = 10_000
 """Maximum characters of an error message, which may quote the request."""
@@ -125,6 +127,7 @@ class Worker:
         selector.register(self._compiler, selectors.EVENT_READ)
         self._send(self._hello())
         failures = 0
+        idle = _IDLE_SECONDS if hasattr(self.engine.runner.program, "start_again") else None
         while True:
             if not self._writer.send(self._sock):
                 return EXIT_DONE
@@ -137,7 +140,9 @@ class Worker:
                 return EXIT_BROKEN
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writer.num_unsent else 0)
             selector.modify(self._sock, events)
-            ready = selector.select(0 if self.engine.has_unfinished() else None)
+            ready = selector.select(0 if self.engine.has_unfinished() else idle)
+            if idle is not None and not self.engine.has_unfinished():
+                self.engine.notice_failure()
             try:
                 frames, is_open = self._reader.receive(self._sock)
                 for frame in frames:

@@ -124,6 +124,12 @@ def own_families(stats: Stats) -> Iterable[Metric]:
             "Restarts of the ranks without the engine's.",
             [({}, stats.get("rank_restarts", 0))],
         )
+        yield labeled(
+            CounterMetricFamily,
+            "pagoda:collective_seconds",
+            "Seconds that the first rank spent in exchanges with the others, waits for them among these.",
+            [({}, stats.get("collective_seconds", 0))],
+        )
 
 
 def _state_families(stats: Stats, total: int | float) -> Iterable[Metric]:
