@@ -142,9 +142,9 @@ class Program(Protocol):
     ``mode(step)``, the name of the way in which a step is going to run, which has to be the same on all of them, and
     an attribute ``group``, which is set to the ranks.
 
-    One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)`` and ``copier(…)``, which
-    stand for the function and the class of these names, ``start_again()``, which makes it usable after
-    ``DeviceLost``, if it returns True, and ``close()``.
+    One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)``, ``let_wait(…)`` and
+    ``copier(…)``, which stand for the functions ``cache_counts`` and ``with_sampled`` and the class ``BlockCopier``,
+    ``start_again()``, which makes it usable after ``DeviceLost``, if it returns True, and ``close()``.
 
     Attributes:
         caches: one entry per layer's caches, in the order that ``bind`` expects.

@@ -65,7 +65,7 @@ class LLMOptions(ModelOptions, total=False):
     tensor_parallel_size: int
     distributed_executor_backend: str
     trust_remote_code: bool
-    worker_restarts: int
+    worker_restarts: int | None
     gguf_file: str | None
 
 

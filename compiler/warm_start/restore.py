@@ -131,17 +131,8 @@ def restore(
         ValueError: it calls what there is not; nothing of it has been run.
     """
     linkage = stored.linkage
-    constants: dict[str, torch.Tensor] = dict(stored.tensors)
-    for name, source in stored.weights.items():
-        weight, view = (source, None) if isinstance(source, str) else source
-        if weight not in named:
-            raise Outdated(f"the model has no tensor {weight!r}")
-        tensor = named[weight]
-        constants[name] = tensor if view is None else tensor.detach().as_strided(*view, tensor.storage_offset())
+    constants = constants_of(stored, named)
     module = from_data(stored.graph)
-    for name, digest in stored.digests.items():
-        if tensor_digest(constants[name]) != digest:
-            raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
     for name, (dim, runs) in linkage.cuts.items():
         if len(runs) != linkage.ranks or not 0 <= rank < linkage.ranks:
             raise ValueError(f"{name} is cut for {len(runs)} ranks; this is rank {rank} of {linkage.ranks}")
@@ -150,6 +141,29 @@ def restore(
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
     return LinkedProgram(linkage, constants, run, stored.report)
+
+
+def constants_of(stored: StoredProgram, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that the inputs of a stored graph receive, whole.
+
+    Args:
+        stored: the program.
+        named: as for ``restore``.
+
+    Raises:
+        Outdated: the module's tensors are not those that the program was made for.
+    """
+    constants: dict[str, torch.Tensor] = dict(stored.tensors)
+    for name, source in stored.weights.items():
+        weight, view = (source, None) if isinstance(source, str) else source
+        if weight not in named:
+            raise Outdated(f"the model has no tensor {weight!r}")
+        tensor = named[weight]
+        constants[name] = tensor if view is None else tensor.detach().as_strided(*view, tensor.storage_offset())
+    for name, digest in stored.digests.items():
+        if tensor_digest(constants[name]) != digest:
+            raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
+    return constants
 
 
 def tensors_read(stored: StoredProgram) -> list[str]:

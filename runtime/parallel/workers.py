@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -67,7 +67,18 @@ class Worker:
         self.channel.close()
 
 
-def start_workers(command: Sequence[str], size: int, meeting: int, threads: int) -> list[Worker]:
+def no_more(rank: int) -> Mapping[str, str]:
+    """An environment that has nothing besides."""
+    return {}
+
+
+def start_workers(
+    command: Sequence[str],
+    size: int,
+    meeting: int,
+    threads: int,
+    environment: Callable[[int], Mapping[str, str]] = no_more,
+) -> list[Worker]:
     """Start ranks 1 to ``size - 1``. They end when the calling thread does, and ignore Ctrl-C.
 
     Args:
@@ -75,6 +86,7 @@ def start_workers(command: Sequence[str], size: int, meeting: int, threads: int)
         size: number of ranks, this process included.
         meeting: descriptor of the file in which the ranks find each other.
         threads: of each.
+        environment: what each rank's environment has besides.
 
     Raises:
         OSError: a process could not be started; none is left.
@@ -82,7 +94,9 @@ def start_workers(command: Sequence[str], size: int, meeting: int, threads: int)
     workers: list[Worker] = []
     try:
         for rank in range(1, size):
-            workers.append(_start(command, rank, size, meeting, threads))
+            workers.append(
+                _start(command, rank, size, meeting, {"OMP_NUM_THREADS": str(threads), **environment(rank)})
+            )
     except BaseException:
         for worker in workers:
             worker.kill()
@@ -90,7 +104,7 @@ def start_workers(command: Sequence[str], size: int, meeting: int, threads: int)
     return workers
 
 
-def _start(command: Sequence[str], rank: int, size: int, meeting: int, threads: int) -> Worker:
+def _start(command: Sequence[str], rank: int, size: int, meeting: int, environment: Mapping[str, str]) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         numbers = (theirs.fileno(), meeting, rank, size, os.getpid())
@@ -99,7 +113,7 @@ def _start(command: Sequence[str], rank: int, size: int, meeting: int, threads: 
                 [*command, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, **environment},
                 pass_fds=[theirs.fileno(), meeting],
             )
         except OSError:
