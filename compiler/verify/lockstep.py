@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,9 +29,11 @@ class Lockstep(NodeByNode):
     def __init__(self, graphs: Sequence[TracedGraph], constants: Collection[str]) -> None:
         calls = [[(node.op, node.name, node.target) for node in traced.graph.nodes] for traced in graphs]
         if any(other != calls[0] for other in calls):
-            raise ValueError("the ranks' graphs differ; all ranks have to run one graph")
+            raise ValueError("the ranks' graphs differ; all ranks have to call the same operators in one order")
         super().__init__(graphs[0].module, constants)
         self._ranks = len(graphs)
+        nodes = {node.name: node for node in graphs[0].graph.nodes}
+        self._numbers = [_own_arguments(traced.graph, nodes) for traced in graphs]
 
     def ranks(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[Sequence[Any]]:
         """The results of several calls.
@@ -55,8 +57,12 @@ class Lockstep(NodeByNode):
         own = [runs[rank * count : (rank + 1) * count] for rank in range(self._ranks)]
         joint = _JOINT.get(node.target)
         if joint is None:
-            for part in own:
+            for part, numbers in zip(own, self._numbers, strict=True):
+                if node in numbers:
+                    node.args, node.kwargs = numbers[node]
                 super()._run(node, part, mode)
+            if node in self._numbers[0]:
+                node.args, node.kwargs = self._numbers[0][node]
             return
         for together in zip(*own, strict=True):
             found = joint([values[node.args[0]] for values in together])
@@ -68,6 +74,16 @@ class LockstepFloat32(Lockstep, Float32Graph):
     """The same computed in float32."""
 
 
+def _own_arguments(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
+    """Arguments of one rank's nodes that hold other numbers on other ranks, such as a range of experts, by the nodes of
+    rank 0 that stand for them."""
+    found = {}
+    for node in graph.nodes:
+        if node.target in _NUMBERED:
+            found[nodes[node.name]] = fx.map_arg((node.args, node.kwargs), lambda given: nodes[given.name])
+    return found
+
+
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = parts[0].float()
     for part in parts[1:]:
@@ -75,6 +91,8 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
+_NUMBERED = frozenset({torch.ops.npu.npu_moe_init_routing_v2.default})
+"""Operators among whose arguments a rank has numbers of its own."""
 _JOINT: dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     _pagoda.all_reduce.default: _sum,
     _functional.all_reduce.default: _sum,
