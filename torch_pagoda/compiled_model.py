@@ -108,8 +108,8 @@ def _compiled(
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
         with without_autocast(device.type):
-            stored = files is not None and compiling.target == "cpu"
-            found = program_of_checkpoint(files, compiling, others) if stored else None
+            if files is not None and compiling.target == "cpu":
+                found = program_of_checkpoint(files, compiling, others)
         if found is not None:
             program, module = found
         else:

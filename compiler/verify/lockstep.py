@@ -75,8 +75,8 @@ class LockstepFloat32(Lockstep, Float32Graph):
 
 
 def _own_arguments(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
-    """Arguments of one rank's nodes that hold other numbers on other ranks, such as a range of experts, by the nodes of
-    rank 0 that stand for them."""
+    """Arguments of one rank's nodes that hold other numbers on other ranks, such as a range of experts, by the nodes
+    of rank 0 that stand for them."""
     found = {}
     for node in graph.nodes:
         if node.target in _NUMBERED:

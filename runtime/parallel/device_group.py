@@ -114,7 +114,7 @@ class DeviceGroup:
         if self._group is not None:
             self._group = None
             with suppress(Exception):  # a backend that has failed
-                c10d._unregister_process_group(self.name)
+                c10d._unregister_process_group(self.name)  # type: ignore[arg-type]
                 dist.destroy_process_group()
         self._control.close()
 

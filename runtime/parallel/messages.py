@@ -236,12 +236,12 @@ def _pending_of(message: Message, tokens: int) -> Pending | None:
         return None
     if type(count) is not int:
         raise TornMessage(f"step {message.number} waits for {count!r} tokens")
-    found = [tensors.get(f"pending_{name}") for name in ("where", "sources")]
-    for places, end in zip(found, (tokens, count), strict=True):
+    where, sources = tensors.get("pending_where"), tensors.get("pending_sources")
+    for places, end in ((where, tokens), (sources, count)):
         is_list = places is not None and places.dim() == 1 and places.dtype is torch.int64 and places.numel()
         if not is_list or not 0 <= int(places.min()) <= int(places.max()) < end:  # type: ignore[union-attr]
             raise TornMessage(f"the tokens that step {message.number} waits for are none of its {tokens}")
-    return Pending(*found, count)  # type: ignore[arg-type]
+    return Pending(where, sources, count)  # type: ignore[arg-type]
 
 
 def copies_message(copies: Sequence[CacheCopy]) -> Message:

@@ -19,7 +19,7 @@ Why it is faster:
 
 The last two give the same sum. npu_moe_token_unpermute is what vllm-ascend runs on devices, where it reports wrong
 numbers of npu_moe_finalize_routing (ops/fused_moe/moe_comm_method.py), so it is taken wherever it can be: torchair
-has no GE converter for it. With places of -1 no document allows it, so that a rank's rows are added by the other one everywhere.
+has no GE converter for it. No document lets it take places of -1, so that the other one adds a rank's rows.
 
 Level 0.
 """

@@ -155,7 +155,7 @@ def _of_weights(
 
 
 def _rounds(site: Site, routing: fx.Node, rows: fx.Node) -> bool:
-    """Let a routing round its rows, if nothing but this product reads them and none of a rank's experts is cut off."""
+    """Let a routing round its rows, if nothing but this product reads them and all of them are there."""
     most = int(routing.kwargs.get("active_num", -1))  # type: ignore[arg-type]
     readers = [user for user in routing.users if user.args[1] == 0]
     reason = ""

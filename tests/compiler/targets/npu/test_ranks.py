@@ -7,6 +7,8 @@ and nothing copies a cache.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch_pagoda.compiler.verify import lockstep
 from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph_or_reason
 from torch_pagoda.passes.lower.npu.experts import moe
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.reports.explain import cache_copies
@@ -31,10 +34,16 @@ TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
 REDUCE, GATHER = "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"
 
 
-def lowered(model_type: str, ranks: int, reference: Reference | None = None) -> TracedGraph:
+def lowered(
+    model_type: str,
+    ranks: int,
+    reference: Reference | None = None,
+    target: NpuTarget = TARGET,
+    **chosen: Any,
+) -> TracedGraph:
     captured = capture(build_legal_model(model_type))
-    captured.traced.npu = TARGET
-    options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks)
+    captured.traced.npu = target
+    options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks, **chosen)
     report = CompileReport(model_type)
     traced = rewrite(captured, options, References(reference), report).traced
     assert (report.verdict is None) == (reference is None or ranks == 1)
@@ -63,6 +72,27 @@ def test_ranks_together_are_exact(model_type: str, more: Counter[str] | None) ->
     assert launches(traced)[REDUCE]
     if more is not None:
         assert launches(traced) - launches(lowered(model_type, 1)) == more
+
+
+@pytest.mark.parametrize("chosen", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("mode", ["ge", "aclgraph"])
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend950PR"])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_reduction_is_one_launch_more(
+    model_type: str, ranks: int, soc: str, mode: Literal["ge", "aclgraph"], chosen: dict[str, Any]
+) -> None:
+    target = replace(TARGET, soc=soc, graph_mode=mode)
+    traced = lowered(model_type, ranks, target=target, **chosen)
+    assert launches(traced) - launches(lowered(model_type, 1, target=target, **chosen)) == Counter({REDUCE: 4})
+    assert illegal_calls(traced, target) == []
+    assert cache_copies(traced.graph) == 0
+    decode, reason = decode_graph_or_reason(traced)
+    assert not reason
+    if decode is not None:  # of int8 caches
+        assert launches(decode)[REDUCE] == 4
+        assert illegal_calls(decode, target) == []
+        assert cache_copies(decode.graph) == 0
 
 
 def test_a_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
