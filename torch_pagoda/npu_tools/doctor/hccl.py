@@ -49,7 +49,7 @@ def settings(system: System) -> Iterator[Finding]:
     if "AIV" in mode.upper():
         yield problem(
             "HCCL expansion",
-            f"{_EXPANSION}={plain(mode, 40)}: collectives on vector cores are reported to hang beside captured graphs",
+            f"{_EXPANSION}={plain(mode, 40)}: collectives on vector cores are reported to hang with captured graphs",
             f"unset {_EXPANSION}",
             stops=False,
         )
