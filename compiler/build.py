@@ -125,6 +125,50 @@ def build_unpacked(
     ``owns_weights`` the program may run only after the second part.
     """
     report = CompileReport(type(model).__name__) if report is None else report
+    found = rewritten(model, options, report, reference)
+    with timed(report.seconds):
+        captured, graphs, references = found
+        traced, reference = graphs.traced, references.whole
+        switch = traced.notes.rope_switch
+        restart = None if switch is None else restart_length(model, switch)
+        inductor = (
+            traced.npu is None
+            and options.world_size == 1
+            and options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced))
+        )
+        # What is packed before anything runs it need not be merged first.
+        merge = not owns_weights or inductor or traced.npu is not None or not options.packs
+        linked = functools.partial(link, traced, report=report, restart_length=restart, merge=merge)
+        shallow = None
+        if references.shallow is not None and options.world_size == 1:
+            of_few = link(graphs.captured, call_kernels(graphs.captured), merge=merge)
+            shallow = of_few, references.shallow
+        if bounds := traced.notes.boundaries:
+            program = link_stage(traced, len(bounds), report, restart_length=restart, merge=merge)
+        elif traced.npu is not None:
+            program = link_for_npu(linked, traced, options, reference, report, owns_weights)
+        elif inductor:
+            # Until weights are rounded and packed, every product would round its own.
+            unpacked = options.quantization or has_stored_parameters(model)
+            program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
+        else:
+            program = linked(call_kernels(traced))
+        return Built(program, traced, options, reference, shallow)
+
+
+def rewritten(
+    model: nn.Module, options: CompileOptions, report: CompileReport, reference: Reference | None = None
+) -> tuple[Captured, Rewritten, References]:
+    """The captured graph, those that the passes made of it, and what they were compared with.
+
+    Args:
+        model, options: as for ``build_program``, with a definite target.
+        report: filled in.
+        reference: see ``build_unpacked``.
+
+    Raises:
+        UnsupportedModel, ValueError: as ``build_program``.
+    """
     if (config := getattr(model, "config", None)) is not None:
         check_state(type(model), config)
     if has_stored_parameters(model) and options.quantization is not None:
@@ -151,35 +195,9 @@ def build_unpacked(
             captured = capture(model)
             dump.write_graph(captured.traced, "captured")
             found = captured, rewrite(captured, options, References(reference), report), References(reference)
-        captured, rewritten, references = found
-        traced, reference = rewritten.traced, references.whole
         for remark in (remark for record in report.passes for remark in record.remarks):
             log.warning("%s: %s", report.model, remark)
-        switch = traced.notes.rope_switch
-        restart = None if switch is None else restart_length(model, switch)
-        inductor = (
-            traced.npu is None
-            and options.world_size == 1
-            and options.uses_inductor(sum(p.numel() for p in model.parameters()), is_fusible(traced))
-        )
-        # What is packed before anything runs it need not be merged first.
-        merge = not owns_weights or inductor or traced.npu is not None or not options.packs
-        linked = functools.partial(link, traced, report=report, restart_length=restart, merge=merge)
-        shallow = None
-        if references.shallow is not None and options.world_size == 1:
-            of_few = link(rewritten.captured, call_kernels(rewritten.captured), merge=merge)
-            shallow = of_few, references.shallow
-        if bounds := traced.notes.boundaries:
-            program = link_stage(traced, len(bounds), report, restart_length=restart, merge=merge)
-        elif traced.npu is not None:
-            program = _link_for_npu(linked, traced, options, reference, report, owns_weights)
-        elif inductor:
-            # Until weights are rounded and packed, every product would round its own.
-            unpacked = options.quantization or has_stored_parameters(model)
-            program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
-        else:
-            program = linked(call_kernels(traced))
-        return Built(program, traced, options, reference, shallow)
+        return found
 
 
 def _with_few_layers(
@@ -208,14 +226,14 @@ def _with_few_layers(
             captured = replace(capture(model), repeat=repeat)
         captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
         references = References(reference, shallow)
-        rewritten = rewrite(captured, options, references, report)
+        graphs = rewrite(captured, options, references, report)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("compiling all layers of %s: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None
     report.layers_compiled = repeat.kept
-    return captured, rewritten, references
+    return captured, graphs, references
 
 
 def finish(built: Built, *, owns_weights: bool) -> None:
@@ -262,12 +280,12 @@ def _pack(built: Built, report: CompileReport, release: bool) -> None:
         report.verdict = verdict
 
 
-_Linked: TypeAlias = Callable[[Callable[..., Sequence[Any]]], LinkedProgram]
+Linked: TypeAlias = Callable[[Callable[..., Sequence[Any]]], LinkedProgram]
 """The program of a function of the graph's inputs."""
 
 
 def _link_inductor(
-    linked: _Linked,
+    linked: Linked,
     captured: Captured,
     traced: TracedGraph,
     reference: Reference | None,
@@ -292,14 +310,27 @@ def _link_inductor(
     return program
 
 
-def _link_for_npu(
-    linked: _Linked,
+def link_for_npu(
+    linked: Linked,
     traced: TracedGraph,
     options: CompileOptions,
     reference: Reference | None,
     report: CompileReport,
     release: bool,
 ) -> LinkedProgram:
+    """The program of a lowered graph, its weights prepared, by the route that the options select.
+
+    Args:
+        linked: links it.
+        traced: the graph.
+        options: with a definite codegen.
+        reference: what it is compared with; None compares nothing.
+        report: filled in.
+        release: see ``prepare_weights``.
+
+    Raises:
+        UnsupportedModel: it is wrong with quantized weights.
+    """
     if report.dtype_advice:
         log.warning("%s: %s", report.model, report.dtype_advice)
     # Until now a part of the reference was compared, or weights that were not rounded yet.
@@ -356,7 +387,7 @@ def _link_for_npu(
 
 @phase("verify")
 def _decode_calls(
-    linked: _Linked, traced: TracedGraph, eager: Run, reference: Reference | None, report: CompileReport
+    linked: Linked, traced: TracedGraph, eager: Run, reference: Reference | None, report: CompileReport
 ) -> DecodeCalls | None:
     """The calls of the graph for decode steps, compared with those of ``traced``; None if there is none, or it is
     wrong."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..passes import UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
+from ..runtime.parallel.group import GroupFailed
 from ..runtime.phases import phase, timed
 from .calibrate.recorded_grid import on_recorded_grid
 from .link.linkage import Linkage
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 
 def compile_program(
     model: nn.Module,
@@ -79,7 +82,9 @@ def compile_program(
         loaded: names of the Python modules loaded before the model was; by default those loaded now.
         others: the ranks besides this one, where the options ask for several.
     """
-    options = options.for_device(next(model.parameters()).device.type)
+    options = options.for_device((next(model.parameters()) if others is None else others).device.type)
+    if others is not None and options.target == "npu":
+        return _on_npus(model, options, owns_weights, files, others)
     if options.target == "cpu":
         begin_loading()  # what must be compiled is ready when the first program runs
     store, key, contents, record = open_store(), "", "", None
@@ -129,6 +134,37 @@ def compile_program(
         if record is not None and program.rope_switch is None:
             store.save(*record)
     return program
+
+
+def _on_npus(
+    model: nn.Module,
+    options: CompileOptions,
+    owns_weights: bool,
+    files: CheckpointFiles | None,
+    others: OtherRanks,
+) -> AnyProgram:
+    """The program of all ranks, each of which lowers the graph for its own device.
+
+    Raises:
+        UnsupportedModel: as ``_led``; or they cannot run the code that ``codegen`` selects.
+    """
+    from .rank_program import lowered_program, shipped_for_npus, with_report
+
+    report = CompileReport(type(model).__name__)
+    sources = _sources(model, files)
+    shipment, reference = shipped_for_npus(model, options, sources, report)
+    others.load(shipment)
+    named = module_tensors(model)
+    own = with_report(lowered_program(shipment, 0, named, others.device), report)
+    try:
+        return _led(own, model, reference, owns_weights, others)
+    except GroupFailed as error:
+        if options.codegen == "none":
+            raise
+        raise UnsupportedModel(
+            f"tensor_parallel_size={options.tensor_parallel_size} with codegen={options.codegen!r}: {error}; "
+            "codegen='none' runs operator by operator"
+        ) from error
 
 
 def _led(
@@ -353,7 +389,11 @@ def _is_plain(report: CompileReport) -> bool:
 
 
 def program_of_rank(
-    shipment: Shipment, rank: int, files: CheckpointFiles | None, module: nn.Module | None
+    shipment: Shipment,
+    rank: int,
+    files: CheckpointFiles | None,
+    module: nn.Module | None,
+    device: torch.device = _CPU,
 ) -> LinkedProgram:
     """The part of a shipped program that one rank runs, its weights packed.
 
@@ -362,6 +402,7 @@ def program_of_rank(
         rank: of this process.
         files: the checkpoint's, if ``shipment.sources`` says what is in them.
         module: else the model, which the program takes the weights of.
+        device: that this rank computes on.
 
     Raises:
         Outdated: the checkpoint or the module is not the one that was compiled.
@@ -372,6 +413,10 @@ def program_of_rank(
     else:
         assert module is not None
         named = module_tensors(module)
+    if shipment.lowering is not None:
+        from .rank_program import lowered_program
+
+        return lowered_program(shipment, rank, named, device)
     program = restore(own, named, merge=not shipment.packs, rank=rank)
     if shipment.packs or program.has_stored_weights:
         program.pack_weights(release=True)

@@ -5,28 +5,27 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
-from ..passes import SHARDING, Pass, PassRecord, TracedGraph, UnsupportedModel
+from ..passes import Pass, PassRecord, TracedGraph, UnsupportedModel
 from ..passes.graph.attention_node import paged_attention_nodes
 from ..passes.graph.custom_notes import clear_custom_notes
 from ..passes.graph.fx_nodes import value
 from ..passes.graph.stages import choose_boundaries, parted
 from ..passes.lower.npu.attention.decode_attention import ANNOTATION as DECODE_ATTENTION
 from ..passes.lower.npu.experts.rows_in_place import check_rows_read_once
-from ..passes.rewrite.fold_constants import fold_constants
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.phases import phase
 from .capture.aten import to_aten
 from .capture.layer_repeat import CannotRepeat, LayerRepeat
 from .capture.trace import Captured
 from .link.linker import link
-from .options import CompileOptions, selected_passes
+from .options import CompileOptions
 from .pass_runs import PassError, apply_one_by_one, run_passes
+from .pass_stages import Stages
 from .report import CompileReport, PassCheck, Verdict, first_line, rejection_line
 from .targets.npu.dtype_advice import dtype_advice
 from .tolerance import HALF
@@ -35,11 +34,12 @@ from .verify.graph_check import can_check, check_graph, check_own_weights, measu
 from .verify.long_windows import check_decoded_windows, check_long_windows
 from .verify.paging import check_paging
 from .verify.self_check import Reference, check
+from .weights.placed_weights import place_weights
 
 log = logging.getLogger(__name__)
 
-_FOR_RANKS = "tensor_parallel_size"
-"""The option of the passes that cut a graph for several ranks."""
+DECODE_ATTENTION_PASS = "decode_attention"
+"""Stands among dropped passes for the notes of fused decode steps."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
     captured.traced.quantization = options.weight_quantization
     captured.traced.input_bits = options.input_bits
     references.measure_rounding(captured)
-    stages = _stages(options)
+    stages = Stages.of(options)
     found: Rewritten | None = None
     if options.verify != "every-pass":
         try:
@@ -157,14 +157,13 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
         found = _of_ranks(captured, found, stages, options, references, report)
     if options.tensor_parallel_size > 1 and not found.traced.notes.parts:
         log.warning("nothing of %s can be cut: each of its ranks holds and computes all of it", report.model)
-    _hold_weights(found.traced, stages.weights, options.quantization, report)
+    hold_weights(found.traced, stages.weights, options.quantization, report)
     if options.pipeline_parallel_size > 1:
         found.traced.notes.boundaries = choose_boundaries(found.traced, options.pipeline_parallel_size)
     if found.captured is not found.traced:  # it is to run over the same weights
         found.captured.notes.of_layers = frozenset()
         run_passes(found.captured, [*stages.folds, *stages.weights])
     if found.traced.npu is not None:
-        check_rows_read_once(found.traced)
         routes = [route for record in report.passes for route in record.routes]
         report.dtype_advice = dtype_advice(routes, _dtype_of(captured.traced), found.traced.npu.product)
     return found
@@ -189,7 +188,7 @@ def _check_long_windows(
     decoded = check_decoded_windows(found.paged, reference, lower)
     if decoded is not None and not decoded.ok:
         log.warning("int8-KV decode falls back to the unfused attention path: %s", decoded.reason)
-        report.dropped_passes.append(("decode_attention", decoded.reason))
+        report.dropped_passes.append((DECODE_ATTENTION_PASS, decoded.reason))
         clear_custom_notes(found.traced.graph, DECODE_ATTENTION)
 
 
@@ -199,42 +198,8 @@ def _dtype_of(traced: TracedGraph) -> torch.dtype:
     return Counter(tensor.dtype for tensor in matrices).most_common(1)[0][0] if matrices else torch.float32
 
 
-class _Stages(NamedTuple):
-    """The passes that the options select.
-
-    Attributes:
-        dynamo, weights: those of these stages.
-        aten: those on the ATen graph, without ``sharding``.
-        lowering: the place among them of the first one that inserts the target's own operators.
-        sharding: what cuts layers for several ranks; none for one.
-        sharded: the place among them of the first one behind ``sharding``.
-    """
-
-    dynamo: list[Pass]
-    aten: list[Pass]
-    lowering: int
-    sharding: list[Pass]
-    sharded: int
-    weights: list[Pass]
-
-    @property
-    def folds(self) -> list[Pass]:
-        """Those that compute constants ahead."""
-        return [entry for entry in self.aten if entry.apply is fold_constants]
-
-
-def _stages(options: CompileOptions) -> _Stages:
-    passes = selected_passes(options)
-    dynamo, aten, weights = ([p for p in passes if p.stage == stage] for stage in ("dynamo", "aten", "weights"))
-    sharded = next((i for i, entry in enumerate(aten) if entry.name == SHARDING), len(aten))
-    sharding = [entry for entry in aten if entry.option == _FOR_RANKS]
-    aten = [entry for entry in aten if entry.option != _FOR_RANKS]
-    first = next((i for i, entry in enumerate(aten) if entry.target), len(aten))
-    return _Stages(dynamo, aten, first, sharding, sharded, weights)
-
-
 def _on_aten(
-    traced: TracedGraph, stages: _Stages, apply: Callable[[TracedGraph, list[Pass]], TracedGraph]
+    traced: TracedGraph, stages: Stages, apply: Callable[[TracedGraph, list[Pass]], TracedGraph]
 ) -> Rewritten:
     """What the passes on the ATen graph make of it, and the graph in front of some of them."""
     copies = {}
@@ -247,31 +212,12 @@ def _on_aten(
     return Rewritten(traced, traced, copies.get(stages.lowering, traced), unsharded)
 
 
-def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: _Stages) -> TracedGraph:
+def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: Stages) -> TracedGraph:
     """Unroll a graph of few layers, and fold constants of each layer's weights."""
     traced = repeat.unroll(captured)
     traced.notes.of_layers = frozenset()
     run_passes(traced, stages.folds)
     return traced
-
-
-def _hold_weights(
-    traced: TracedGraph, passes: Sequence[Pass], quantization: str | None, report: CompileReport
-) -> None:
-    """Apply the passes that select the format of weights.
-
-    Raises:
-        UnsupportedModel: quantization was requested, and no weight can be quantized.
-    """
-    records = run_passes(traced, passes)
-    report.passes += records
-    for record in records:
-        rounds = quantization and record.name in ("quantize_linears", "quantize_npu_linears")
-        if rounds and not record.matches:
-            why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
-            raise UnsupportedModel(
-                f"{report.model}: quantization={quantization!r} finds no linear layer that it can quantize{why}"
-            )
 
 
 def _checked_without_rounding(
@@ -296,7 +242,7 @@ def _checked_without_rounding(
     return replace(options, passes=passes), dropped
 
 
-def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> Rewritten:
+def _all_at_once(captured: Captured, stages: Stages, report: CompileReport) -> Rewritten:
     """Apply all passes and prove the paged graph between the two stages.
 
     Raises:
@@ -318,7 +264,7 @@ def _all_at_once(captured: Captured, stages: _Stages, report: CompileReport) -> 
     return _on_aten(traced, stages, apply)
 
 
-def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None, report: CompileReport) -> Rewritten:
+def _one_by_one(captured: Captured, stages: Stages, reference: Reference | None, report: CompileReport) -> Rewritten:
     """Apply the passes one at a time, comparing after each; drop optional ones that fail or change the logits.
 
     Raises:
@@ -343,7 +289,7 @@ def _one_by_one(captured: Captured, stages: _Stages, reference: Reference | None
 def _of_ranks(
     captured: Captured,
     found: Rewritten,
-    stages: _Stages,
+    stages: Stages,
     options: CompileOptions,
     references: References,
     report: CompileReport,
@@ -357,11 +303,10 @@ def _of_ranks(
     graphs = [found.captured]
     if found.unsharded is not None:
         dropped = {name for name, _ in report.dropped_passes}
-        rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
         count = options.tensor_parallel_size if references.thorough is not None else 1
-        ranks = [of_one_rank(found.unsharded, options, rank, rest) for rank in range(count)]
+        ranks = [lowered_rank(found.unsharded, options, rank, dropped) for rank in range(count)]
         graphs = [traced for traced, _ in ranks]
-        again = {entry.name for entry in rest}
+        again = {entry.name for entry in stages.aten[stages.sharded :]}
         report.passes = [record for record in report.passes if record.name not in again] + ranks[0][1]
     if references.thorough is not None:
         report.verdict = _together(captured, parted(graphs, options.pipeline_parallel_size), references.thorough)
@@ -395,7 +340,42 @@ def of_one_rank(
     traced = unsharded.copy()
     traced.ranks, traced.rank = options.tensor_parallel_size, rank
     traced.expert_groups = options.expert_parallel_size
-    return traced, run_passes(traced, [*_stages(options).sharding, *rest])
+    records = run_passes(traced, Stages.of(options).sharding)
+    place_weights(traced)
+    return traced, [*records, *run_passes(traced, rest)]
+
+
+def lowered_rank(
+    unsharded: TracedGraph, options: CompileOptions, rank: int, dropped: Collection[str]
+) -> tuple[TracedGraph, list[PassRecord]]:
+    """One rank's graph behind all passes but those that are dropped, and what these did."""
+    stages = Stages.of(options)
+    rest = [entry for entry in stages.aten[stages.sharded :] if entry.name not in dropped]
+    traced, records = of_one_rank(unsharded, options, rank, rest)
+    if DECODE_ATTENTION_PASS in dropped:
+        clear_custom_notes(traced.graph, DECODE_ATTENTION)
+    return traced, records
+
+
+def hold_weights(
+    traced: TracedGraph, passes: Sequence[Pass], quantization: str | None, report: CompileReport
+) -> None:
+    """Apply the passes that select the format of weights.
+
+    Raises:
+        UnsupportedModel: quantization was requested, and no weight can be quantized.
+    """
+    records = run_passes(traced, passes)
+    report.passes += records
+    for record in records:
+        rounds = quantization and record.name in ("quantize_linears", "quantize_npu_linears")
+        if rounds and not record.matches:
+            why = f": {rejection_line(record.rejections[0])}" if record.rejections else ""
+            raise UnsupportedModel(
+                f"{report.model}: quantization={quantization!r} finds no linear layer that it can quantize{why}"
+            )
+    if traced.npu is not None:
+        check_rows_read_once(traced)
 
 
 @phase("verify")

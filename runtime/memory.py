@@ -20,9 +20,17 @@ import torch
 KEPT_BYTES = 512 << 20
 """Free memory at the end of the heap that stays with the process, and the size of what is not taken from there."""
 
+_SHARE_OF_DEVICE = 0.9
+"""Of an NPU's free memory, by default for the KV cache; the rest is for the tensors of steps."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 _MADV_DONTNEED, _MADV_HUGEPAGE = 4, 14
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Default bytes of an NPU for the KV cache."""
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(_SHARE_OF_DEVICE * free)
 
 
 def advise_huge_pages(tensor: torch.Tensor) -> bool:

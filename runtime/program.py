@@ -153,9 +153,9 @@ class Program(Protocol):
     One that runs a stage of a pipeline has ``whole_caches``, those of all stages, by which sequences are planned; of
     its own ``caches`` those that other stages hold are empty.
 
-    One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)`` and ``copier(…)``, which
-    stand for the function and the class of these names, ``start_again()``, which makes it usable after
-    ``DeviceLost``, if it returns True, and ``close()``.
+    One of several ranks (``parallel.leader.LeaderProgram``) also has ``cache_counts(sizes)``, ``let_wait(…)`` and
+    ``copier(…)``, which stand for the functions ``cache_counts`` and ``with_sampled`` and the class ``BlockCopier``,
+    ``start_again()``, which makes it usable after ``DeviceLost``, if it returns True, and ``close()``.
 
     Attributes:
         caches: one entry per layer's caches, in the order that ``bind`` expects.

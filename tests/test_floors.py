@@ -33,10 +33,11 @@ FLOORS = {
             "__init__",
             "public",
             "compile",
+            "rank_program",
             "build",
             "backend costs warm_start",
             "pipeline",
-            "pass_runs",
+            "pass_runs pass_stages",
             "calibrate verify",
             "capture",
         ),
@@ -57,7 +58,7 @@ FLOORS = {
             "npu_errors",
             "__init__ autocast blocks memory option phases private_folder processors restart_limit shown "
             "step_metadata token_bytes",
-            "cann_toolkit control_group npu_target process_state state_tables window_blocks",
+            "cann_toolkit control_group device_queue npu_target process_state state_tables window_blocks",
         ),
     ),
     "serving": (

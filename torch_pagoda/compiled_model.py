@@ -79,6 +79,8 @@ def compiled_model(
         TypeError, ValueError: as ``LLM``.
     """
     others = other_ranks(model, loading, compiling, device)
+    if others is not None:
+        device = torch.device("cpu")  # a device need not hold more than one rank's part
     try:
         return _compiled(model, tokenizer, loading, compiling, device, known_modules, others)
     except BaseException:
@@ -106,7 +108,8 @@ def _compiled(
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
         with without_autocast(device.type):
-            found = None if files is None else program_of_checkpoint(files, compiling, others)
+            if files is not None and compiling.target == "cpu":
+                found = program_of_checkpoint(files, compiling, others)
         if found is not None:
             program, module = found
         else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_SHARE_OF_NPU = 0.9
-"""Default share of an NPU's free memory for the KV cache; the rest is for the tensors of steps."""
+from .runtime.memory import free_device_memory
 
 
 def npu_available() -> bool:
@@ -40,7 +39,4 @@ def resolve_device(device: str | torch.device) -> torch.device:
 
 def free_memory(device: torch.device) -> int | None:
     """Default bytes of ``device`` for the KV cache; None for a CPU, which decides later."""
-    if device.type == "cpu":
-        return None
-    free, _ = torch.npu.mem_get_info(device)  # type: ignore[attr-defined]
-    return int(_SHARE_OF_NPU * free)
+    return None if device.type == "cpu" else free_device_memory(device)

@@ -46,7 +46,7 @@ class LoadOptions:
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     gguf_file: str | None = None
     distributed_executor_backend: str = "mp"
-    worker_restarts: int = option(3, "Starts of other ranks in place of failed ones, in 10 minutes.")
+    worker_restarts: int | None = option(None, "Starts of other ranks in place of failed ones, in 10 minutes.")
     step_timeout: float = option(300.0, "Seconds after which a step of several ranks has failed.")
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class LoadOptions:
         if backend not in BACKENDS:
             known = " or ".join(map(repr, BACKENDS))
             raise ValueError(f"distributed_executor_backend={backend!r} is not known; use {known}")
-        if type(self.worker_restarts) is not int or self.worker_restarts < 0:
+        if self.worker_restarts is not None and (type(self.worker_restarts) is not int or self.worker_restarts < 0):
             raise ValueError(f"worker_restarts={self.worker_restarts!r} is not a number from 0; give one")
         if type(self.step_timeout) not in (int, float) or not 0 < self.step_timeout <= MOST_SECONDS:
             raise ValueError(

@@ -68,7 +68,7 @@ class LLMOptions(ModelOptions, total=False):
     enable_expert_parallel: bool | None
     distributed_executor_backend: str
     trust_remote_code: bool
-    worker_restarts: int
+    worker_restarts: int | None
     step_timeout: float
     gguf_file: str | None
 

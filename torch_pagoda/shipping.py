@@ -6,8 +6,9 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -17,11 +18,13 @@ from .compiler.compile import program_of_rank
 from .compiler.warm_start.file import from_bytes, to_bytes
 from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions
+from .runtime.parallel.device_group import VISIBLE, Backend, environment_of, meet_on_devices, visible_devices
 from .runtime.parallel.facts import facts
 from .runtime.parallel.follow import take_part
 from .runtime.parallel.launch import Ranks
 from .runtime.parallel.messages import Message
 from .runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place, host_id
+from .runtime.parallel.workers import COMMAND
 from .runtime.processors import bind, shares, threads_per_rank
 from .runtime.restart_limit import RestartLimit
 
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from .runtime.program import Program
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
+_RESTARTS = 3
 
 
 class ShippingRanks:
@@ -44,6 +48,10 @@ class ShippingRanks:
         loading: how it is loaded.
         compiling: say how many ranks there are, and how many stages they run.
         launched: the others, where a launcher has started them.
+        backend: of a group of NPUs, see ``DeviceGroup``; "" for CPUs.
+
+    Attributes:
+        device: that this process computes on.
     """
 
     def __init__(
@@ -52,18 +60,22 @@ class ShippingRanks:
         loading: LoadOptions,
         compiling: CompileOptions,
         launched: LaunchedRanks | None,
+        backend: Backend | Literal[""] = "",
     ) -> None:
         size = compiling.world_size
         self._model, self._loading, self._launched = os.fspath(model), loading, launched
+        self.device = _device(backend, launched)
         torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
         known = {} if launched is None else _known(model, loading, compiling)
+        restarts = loading.worker_restarts
         self._ranks = Ranks(
             size,
             stages=compiling.pipeline_parallel_size,
             launched=launched,
             known=known,
             step_timeout=loading.step_timeout,
-            restarts=RestartLimit(loading.worker_restarts),
+            restarts=RestartLimit((0 if backend else _RESTARTS) if restarts is None else restarts),
+            **_on_devices(backend, size),
         )
 
     def load(self, shipment: Shipment) -> None:
@@ -116,16 +128,23 @@ def other_ranks(
         asked = f"pipeline_parallel_size={stages}" + (f" with {asked}" if size > stages else "")
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"{asked}: every rank reads the checkpoint, and a live module has none; pass its folder")
-    if device.type != "cpu" or compiling.target == "npu":
-        raise ValueError(f"{asked} runs on CPUs only so far; omit it, or use device='cpu'")
+    backend: Backend | Literal[""] = ""
+    if stages > 1 and (device.type == "npu" or compiling.target == "npu"):
+        raise ValueError(f"{asked} runs on CPUs only so far; use tensor_parallel_size alone, or device='cpu'")
+    if device.type == "npu":
+        backend = "hccl"
+        _check_devices(asked, place.local_size, loading)
+    elif compiling.target == "npu":
+        backend = "gloo"
     if place.local_size > (cores := len(os.sched_getaffinity(0))):
         raise ValueError(f"{asked} is more than the {cores} processors that this process may use; lower it")
     if stages > 1 and (layers := _number_of_layers(model)) is not None and layers < stages:
         raise ValueError(f"pipeline_parallel_size={stages} is more than the {layers} layers of the model; lower it")
     if place.rank == 0:
-        return ShippingRanks(model, loading, compiling, LaunchedRanks(place, stages=stages) if launches else None)
+        launched = LaunchedRanks(place, stages=stages, backend=backend) if launches else None
+        return ShippingRanks(model, loading, compiling, launched, backend)
     torch.set_num_threads(threads_per_rank(place.local_size))
-    launched = LaunchedRanks(place, stages=stages)
+    launched = LaunchedRanks(place, stages=stages, backend=backend)
     channel = launched.join()
     ends = EndsWithFirst(channel)
     try:
@@ -134,6 +153,46 @@ def other_ranks(
     finally:
         ends.over.set()
     raise SystemExit(0)
+
+
+def _check_devices(asked: str, count: int, loading: LoadOptions) -> None:
+    """Raise ``ValueError`` where the ranks of this host cannot have an NPU each, or may not start again."""
+    found = torch.npu.device_count()  # type: ignore[attr-defined]
+    if count > found:
+        raise ValueError(
+            f"{asked}: {count} ranks on this host need a device each, and it has {found}; lower it, or name more in "
+            f"{VISIBLE}"
+        )
+    if torch.device(loading.device).index if loading.device != "auto" else None:
+        raise ValueError(
+            f"{asked} with device={str(loading.device)!r}: each rank has a device of its own; use device='npu', and "
+            f"name the devices in {VISIBLE}"
+        )
+    if loading.worker_restarts:
+        raise ValueError(
+            f"{asked}: worker_restarts={loading.worker_restarts} is for CPUs: the graphs of an NPU hold the "
+            "communicator that they were compiled for; omit it, pagoda serve starts the engine anew"
+        )
+
+
+def _device(backend: Backend | Literal[""], launched: LaunchedRanks | None) -> torch.device:
+    if backend != "hccl":
+        return torch.device("cpu")
+    return torch.device("npu", 0 if launched is None else launched.place.local_rank)
+
+
+def _on_devices(backend: Backend | Literal[""], size: int) -> dict[str, Any]:
+    """Arguments of ``Ranks`` for ranks that start as child processes and have devices."""
+    if not backend:
+        return {}
+    devices = []
+    if backend == "hccl":
+        devices = visible_devices(torch.npu.device_count(), os.environ)  # type: ignore[attr-defined]
+    return {
+        "command": (*COMMAND, backend),
+        "environment": partial(environment_of, devices=devices),
+        "meet": partial(meet_on_devices, backend=backend),
+    }
 
 
 def load_program(message: Message, group: RankGroup) -> Program:
@@ -150,9 +209,10 @@ def load_program(message: Message, group: RankGroup) -> Program:
     if values["processors"]:  # Rank 0 is the user's process, which stays where it may run.
         bind(set(values["processors"][group.rank]))
     shipment = from_bytes(memoryview(message.tensors["program"].numpy().data), Shipment)
+    device: torch.device = getattr(group, "device", torch.device("cpu"))
     if shipment.sources is None:
         module = load_model(values["model"], values["dtype"], values["trust_remote_code"], torch.device("cpu"))
-        return program_of_rank(shipment, group.rank, None, module)
+        return program_of_rank(shipment, group.rank, None, module, device)
     files = checkpoint_files(values["model"], values["dtype"])
     if files is not None and values["host"] != host_id():
         same = _contents(files) == values["contents"]
@@ -162,7 +222,7 @@ def load_program(message: Message, group: RankGroup) -> Program:
         raise ValueError(
             f"the files of {values['model']!r} are not those that rank 0 reads; copy them, or start again"
         )
-    return program_of_rank(shipment, group.rank, files, None)
+    return program_of_rank(shipment, group.rank, files, None, device)
 
 
 def _states(files: CheckpointFiles) -> Sequence[Sequence[int]]:

@@ -114,7 +114,7 @@ class LinkedProgram:
         self.device = linkage.device
         self.block_size = linkage.block_size
         self.tolerance: Tolerance | None = None
-        self.group: RankGroup | None = None
+        self._group: RankGroup | None = None
         self._run = run
         self._route = run if isinstance(run, Route) else None
         self._args: list[Any] = [constants.get(name) for name in linkage.inputs]
@@ -133,6 +133,16 @@ class LinkedProgram:
         self._packable = list(linkage.packed)
         self.weight_bits = fewest_bits(self._packable)
         self.copied_weights = [constants[name] for name in linkage.folded]
+
+    @property
+    def group(self) -> RankGroup | None:
+        return self._group
+
+    @group.setter
+    def group(self, group: RankGroup | None) -> None:
+        self._group = group
+        if self._route is not None:
+            self._route.join(group)
 
     def _records(self, run: Callable[..., Sequence[Any]], linkage: Linkage) -> RecordedSteps | None:
         """Recorded small steps of a graph that is called kernel by kernel; None for others, and for what was lowered

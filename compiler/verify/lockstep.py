@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -31,9 +31,11 @@ class Lockstep(NodeByNode):
     def __init__(self, modules: Sequence[fx.GraphModule], constants: Collection[str]) -> None:
         calls = [[(node.op, node.name, node.target) for node in module.graph.nodes] for module in modules]
         if any(other != calls[0] for other in calls):
-            raise ValueError("the ranks' graphs differ; all ranks have to run one graph")
+            raise ValueError("the ranks' graphs differ; all ranks have to call the same operators in one order")
         super().__init__(modules[0], constants)
         self._ranks = len(modules)
+        nodes = {node.name: node for node in modules[0].graph.nodes}
+        self._numbers = [_own_arguments(module.graph, nodes) for module in modules]
 
     def ranks(self, calls: Sequence[Sequence[Sequence[Any]]]) -> list[list[Sequence[Any]]]:
         """The results of several calls, on every rank.
@@ -49,8 +51,12 @@ class Lockstep(NodeByNode):
         own = [runs[rank * count : (rank + 1) * count] for rank in range(self._ranks)]
         joint = _JOINT.get(node.target)
         if joint is None:
-            for part in own:
+            for part, numbers in zip(own, self._numbers, strict=True):
+                if node in numbers:
+                    node.args, node.kwargs = numbers[node]
                 super()._run(node, part, mode)
+            if node in self._numbers[0]:
+                node.args, node.kwargs = self._numbers[0][node]
             return
         for together in zip(*own, strict=True):
             found = joint([values[node.args[0]] for values in together])
@@ -113,6 +119,16 @@ class LockstepFloat32(Lockstep, Float32Graph):
     """The same computed in float32."""
 
 
+def _own_arguments(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
+    """Arguments of one rank's nodes that hold other numbers on other ranks, such as a range of experts, by the nodes
+    of rank 0 that stand for them."""
+    found = {}
+    for node in graph.nodes:
+        if node.target in _NUMBERED:
+            found[nodes[node.name]] = fx.map_arg((node.args, node.kwargs), lambda given: nodes[given.name])
+    return found
+
+
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     total = parts[0].float()
     for part in parts[1:]:
@@ -120,6 +136,8 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(parts[0].dtype)
 
 
+_NUMBERED = frozenset({torch.ops.npu.npu_moe_init_routing_v2.default})
+"""Operators among whose arguments a rank has numbers of its own."""
 _JOINT: dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]] = {
     _pagoda.all_reduce.default: _sum,
     _functional.all_reduce.default: _sum,

@@ -24,9 +24,10 @@ from ...runtime.private_folder import cache_folder, check_private_folder, make_p
 from ...runtime.program import CacheSpec, StateSpec
 from ..link.linkage import Linkage
 from ..report import CompileReport, PassCheck, SizeCheck, Verdict
+from .canonical import CanonicalGraph
 from .record import Record, Sources
 from .restore import StoredProgram, StoredReference
-from .shipment import Shipment
+from .shipment import Lowering, Shipment
 from .stored_sources import StoredSource
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ _RECORDS = (
         Record,
         Sources,
         Shipment,
+        Lowering,
+        CanonicalGraph,
         StoredSource,
         Linkage,
         CacheSpec,

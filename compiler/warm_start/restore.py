@@ -135,6 +135,34 @@ def restore(
     """
     linkage = stored.linkage
     rank %= linkage.ranks  # within its stage
+    constants, own = _constants(stored, named, rank)
+    module = from_data(stored.graph)
+    for name in linkage.cuts.keys() - own:
+        constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
+    run = kernel_calls(module)
+    merge_linked(linkage, constants, packed=merge)
+    assert stored.report is not None
+    return LinkedProgram(linkage, constants, run, stored.report)
+
+
+def constants_of(stored: StoredProgram, named: Mapping[str, torch.Tensor | Assembled]) -> dict[str, torch.Tensor]:
+    """The tensors that the inputs of a stored graph receive, whole.
+
+    Args:
+        stored: the program.
+        named: as for ``restore``.
+
+    Raises:
+        Outdated: the module's tensors are not those that the program was made for.
+    """
+    return _constants(stored, named, None)[0]
+
+
+def _constants(
+    stored: StoredProgram, named: Mapping[str, torch.Tensor | Assembled], rank: int | None
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The tensors of ``constants_of``, and the names of those of which only the part of ``rank`` was assembled."""
+    linkage = stored.linkage
     constants: dict[str, torch.Tensor] = dict(stored.tensors)
     wholes: dict[int, torch.Tensor] = {}
     own = set()
@@ -144,7 +172,7 @@ def restore(
         if tensor is None:
             raise Outdated(f"the model has no tensor {weight!r}")
         if isinstance(tensor, Assembled):
-            if view is None and name in linkage.cuts and name not in stored.digests:
+            if rank is not None and view is None and name in linkage.cuts and name not in stored.digests:
                 constants[name] = tensor.part(_cut_of(linkage, name, tensor.shape, rank), rank)
                 own.add(name)
                 continue
@@ -152,16 +180,10 @@ def restore(
                 wholes[id(tensor)] = tensor.whole()
             tensor = wholes[id(tensor)]
         constants[name] = tensor if view is None else tensor.detach().as_strided(*view, tensor.storage_offset())
-    module = from_data(stored.graph)
     for name, digest in stored.digests.items():
         if tensor_digest(constants[name]) != digest:
             raise Outdated(f"constants were computed from other values of {stored.weights.get(name, name)!r}")
-    for name in linkage.cuts.keys() - own:
-        constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
-    run = kernel_calls(module)
-    merge_linked(linkage, constants, packed=merge)
-    assert stored.report is not None
-    return LinkedProgram(linkage, constants, run, stored.report)
+    return constants, own
 
 
 def stage_of_rank(stored: StoredProgram, rank: int) -> StoredProgram:

@@ -207,6 +207,10 @@ class TracedGraph:
         if isinstance(tensor, StoredWeight):
             with self.fake_mode:
                 tensor = torch.empty(tensor.shape, dtype=tensor.dtype)
+        if self.ranks > 1:  # whose parts are moved to the device at the end
+            device = value(self.placeholder(self.input_ids)).device
+            with self.fake_mode:
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return self._add_placeholder(name, tensor, dynamic=())
 
     def shared_constant(self, name: str, make: Callable[[], torch.Tensor]) -> fx.Node:

@@ -25,13 +25,13 @@ from ..autocast import without_autocast
 from ..batching import Schedule, ScheduledRequest
 from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
+from ..device_queue import DeviceQueue, HostCopy, with_sampled
 from ..npu_errors.device_lost import raise_if_lost
 from ..npu_errors.remedies import explain
 from ..profiling.profile import MODEL, PACK, SAMPLE, SCHEDULE
 from ..requests.request import Request, RequestStatus
 from ..sampling.sampler import Sampler
 from . import synchronous_steps
-from .device_queue import DeviceQueue, HostCopy
 from .state import EngineState
 from .step_computer import UNUSABLE_LOGITS
 from .step_output import SampledToken, SampleTask, StepOutput
@@ -227,9 +227,9 @@ class LookAhead(StepRunner):
                 sources.append(before.places[request])
         if not where:
             return ids
-        send = self.queue.send
-        tokens = before.sampled.index_select(0, send(torch.tensor(sources)))
-        return send(ids).index_copy(1, send(torch.tensor(where)), tokens[None])
+        places = torch.tensor(where), torch.tensor(sources), before.sampled
+        let_wait = getattr(self.state.runner.program, "let_wait", None)
+        return with_sampled(ids, *places) if let_wait is None else let_wait(ids, *places)  # type: ignore[no-any-return]
 
     def _note_launched(self, step: LaunchedStep) -> None:
         batcher = self.state.batcher

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +14,16 @@ from ..autocast import without_autocast
 from ..cache.block_copier import BlockCopier
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.pool_plan import CacheSizes, cache_counts
-from ..memory import keep_freed_memory
+from ..device_queue import with_sampled
+from ..memory import free_device_memory, keep_freed_memory
 from ..ops.collectives import set_group
 from ..program import KVCache, Program
 from ..step_metadata import StepMetadata
 from .channel import Channel, ChannelClosed
+from .device_group import exchanging
 from .facts import digest_of
 from .group import CollectiveFailed, GroupFailed, RankGroup, least_counts
-from .messages import Message, TornMessage, copies_of, step_of
+from .messages import Message, Pending, Step, TornMessage, copies_of, step_of
 
 LoadProgram = Callable[[Message, RankGroup], Program]
 """Makes this rank's part of what a message of kind ``"load"`` describes."""
@@ -112,7 +115,8 @@ class Follower:
             raise TornMessage(f"message {message.number} of kind {message.kind!r} lacks {error}") from error
 
     def _count(self, message: Message) -> None:
-        least_counts(cache_counts(self.program.caches, CacheSizes(**message.values)), self.group)
+        sizes = own_memory(CacheSizes(**message.values), self.program.device)
+        least_counts(cache_counts(self.program.caches, sizes), self.group)
 
     def _reserve(self, message: Message) -> None:
         self._spare = self.program.reserve(*message.values["limits"])
@@ -144,10 +148,16 @@ class Follower:
             raise GroupFailed(self.group.rank, f"would run {mode!r}, but rank 0 runs {step.mode!r}")
         self._copier.start(step.copies)
         try:
-            with torch.inference_mode():
-                self.program(step.input_ids, step.position_ids, step.metadata)
+            with torch.inference_mode(), exchanging(self.group):
+                self.program(self._ids(step), step.position_ids, step.metadata)
         finally:
             self._copier.join()
+
+    def _ids(self, step: Step) -> torch.Tensor:
+        if step.pending is None:
+            return step.input_ids
+        room = torch.empty(step.pending.count, dtype=torch.int64, device=self.program.device)
+        return ids_with(step.input_ids, step.pending, self.group.broadcast(room, 0))
 
     def _copies(self, message: Message) -> None:
         self._copier.run(copies_of(message))
@@ -165,6 +175,18 @@ class Follower:
 
     def _agree_done(self, spare: int) -> None:
         self.group.agree(spare, "equal", "number of spare blocks")
+
+
+def ids_with(ids: torch.Tensor, pending: Pending, sampled: torch.Tensor) -> torch.Tensor:
+    """The ids ``[1, T]`` of a step, on the device, with the tokens that it waits for."""
+    return with_sampled(ids, pending.where, pending.sources, sampled)
+
+
+def own_memory(sizes: CacheSizes, device: torch.device) -> CacheSizes:
+    """The sizes of caches by the memory of this rank's own device, where it has one."""
+    if device.type == "cpu" or sizes.free_memory is None:
+        return sizes
+    return replace(sizes, free_memory=free_device_memory(device))
 
 
 def join(program: Program, group: RankGroup) -> None:

@@ -24,7 +24,7 @@ from .leader import LeaderProgram
 from .messages import Message, encode
 from .torchrun import LaunchedRanks
 from .watch import AnyWorker, Watch
-from .workers import COMMAND, Worker, start_workers
+from .workers import COMMAND, Worker, no_more, start_workers
 
 END_SECONDS = 5.0
 
@@ -46,16 +46,26 @@ class Children:
     """Child processes as ranks.
 
     Args:
-        command, size, stages, threads: see ``start_workers``.
+        command, size, stages, threads, environment: see ``start_workers``.
+        meet: makes the group in this process, of the descriptor, rank, number of ranks, of stages, and timeout.
     """
 
-    def __init__(self, command: Sequence[str], size: int, stages: int, threads: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        stages: int,
+        threads: int,
+        environment: Callable[[int], Mapping[str, str]] = no_more,
+        meet: Callable[[int, int, int, int, float], RankGroup] = meet_on_host,
+    ) -> None:
         self._command, self._size, self._stages, self._threads = command, size, stages, threads
+        self._environment, self._meet = environment, meet
         self._meeting = os.memfd_create("torch_pagoda-ranks")
 
     def start(self) -> list[Worker]:
         """See ``Launch``."""
-        return start_workers(self._command, self._size, self._stages, self._meeting, self._threads)
+        return start_workers(self._command, self._size, self._stages, self._meeting, self._threads, self._environment)
 
     def meeting(self, timeout: float) -> Callable[[], RankGroup]:
         """See ``Launch``."""
@@ -63,7 +73,7 @@ class Children:
 
         def meet() -> RankGroup:
             try:
-                return meet_on_host(meeting, 0, self._size, self._stages, timeout)
+                return self._meet(meeting, 0, self._size, self._stages, timeout)
             finally:
                 os.close(meeting)
 
@@ -87,6 +97,7 @@ class Ranks:
         known: what they have to tell besides, as they do.
         command: starts one of the others; ``torch_pagoda.rank`` says which arguments follow.
         threads: of each of the others; None: as many as torch has here.
+        environment, meet: see ``Children``.
         load_timeout: seconds until all have loaded, and for warm-up.
         step_timeout: seconds for one step, and for any other message.
         restarts: how often others are started in place of those that failed; None: three times in ten minutes.
@@ -104,6 +115,8 @@ class Ranks:
         known: Mapping[str, Any] = MappingProxyType({}),
         command: Sequence[str] = COMMAND,
         threads: int | None = None,
+        environment: Callable[[int], Mapping[str, str]] = no_more,
+        meet: Callable[[int, int, int, float], RankGroup] = meet_on_host,
         load_timeout: float = 3600.0,
         step_timeout: float = 300.0,
         restarts: RestartLimit | None = None,
@@ -114,7 +127,9 @@ class Ranks:
         self._former_seconds = 0.0
         threads = torch.get_num_threads() if threads is None else threads
         self._known = {**facts(threads), **known}
-        self._launch: Callable[[], Launch] = partial(Children, tuple(command), size, stages, threads)
+        self._launch: Callable[[], Launch] = partial(
+            Children, tuple(command), size, stages, threads, environment, meet
+        )
         if launched is not None:
             self._launch, restarts = lambda: launched, RestartLimit(0)
         self._restarts = RestartLimit() if restarts is None else restarts

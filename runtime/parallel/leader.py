@@ -15,12 +15,15 @@ import torch
 from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
 from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
+from ..device_queue import DeviceQueue, with_sampled
 from ..program import CacheSpec, KVCache, Program
 from ..step_metadata import StepMetadata
-from .follow import join, mode_of
+from .device_group import DeviceGroup, exchanging
+from .follow import ids_with, join, mode_of, own_memory
 from .group import GroupFailed, least_counts
+from .group_queue import GroupQueue
 from .interrupts import interrupts_held
-from .messages import Message, Step, copies_message, step_message
+from .messages import Message, Pending, Step, copies_message, step_message
 
 if TYPE_CHECKING:
     from .launch import Ranks
@@ -51,8 +54,12 @@ class LeaderProgram:
         self._ranks = ranks
         self._copies: Sequence[CacheCopy] = ()
         self._begun: deque[tuple[int, torch.Tensor, torch.Tensor, StepMetadata]] = deque()
+        self._waiting: tuple[torch.Tensor, Pending, torch.Tensor] | None = None
         self._num_steps = 0
         self._setup: dict[str, tuple[Message, int]] = {}
+        self.queue: DeviceQueue | None = None
+        if isinstance(ranks.group, DeviceGroup):
+            self.queue = GroupQueue(self.device, self._together)
         join(program, ranks.group)
 
     def __getattr__(self, name: str) -> Any:
@@ -62,8 +69,23 @@ class LeaderProgram:
         """Run one flat step on all ranks."""
         self._num_steps += 1
         with self._together(f"step {self._num_steps}"):
-            self._send_step(input_ids, position_ids, step)
-            return self._program(input_ids, position_ids, step)
+            waiting, self._waiting = self._waiting, None
+            pending = None if waiting is None or waiting[0] is not input_ids else waiting[1]
+            self._send_step(input_ids, position_ids, step, pending)
+            with exchanging(self._ranks.group):
+                if waiting is not None and pending is not None:
+                    input_ids = ids_with(input_ids, pending, self._ranks.group.broadcast(waiting[2], 0))
+                return self._program(input_ids, position_ids, step)
+
+    def let_wait(
+        self, ids: torch.Tensor, where: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """The ids of the next step, of which some are among ``sampled``. Where these are on a device, they are
+        broadcast to the other ranks' behind what it has yet to do, and the host waits for nothing."""
+        if not isinstance(self._ranks.group, DeviceGroup):
+            return with_sampled(ids, where, sources, sampled)
+        self._waiting = ids, Pending(where, sources, len(sampled)), sampled
+        return ids
 
     def begin(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> None:
         """Let the other ranks run a step, of which this one does its part by ``finish``: this rank runs the last
@@ -85,8 +107,14 @@ class LeaderProgram:
             while self._begun:
                 self.finish()
 
-    def _send_step(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> None:
-        sent = Step(input_ids, position_ids, step, mode_of(self._program, step), self.take_copies())
+    def _send_step(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        step: StepMetadata,
+        pending: Pending | None = None,
+    ) -> None:
+        sent = Step(input_ids, position_ids, step, mode_of(self._program, step), self.take_copies(), pending)
         self._ranks.send(step_message(sent))
 
     @property
@@ -96,7 +124,7 @@ class LeaderProgram:
 
     def cache_counts(self, sizes: CacheSizes) -> CacheCounts:
         """What the caches of every rank hold: of each number the least."""
-        sizes = replace(sizes, ranks=self._ranks.size)
+        sizes = replace(own_memory(sizes, self.device), ranks=self._ranks.size)
         own = cache_counts(self.caches, sizes)
         with self._together("planning the caches"):
             self._ranks.send(Message("count", asdict(sizes)))

@@ -147,6 +147,7 @@ class Step:
         metadata: of the step.
         mode: how it is to run, see ``runtime.program.Program``.
         copies: copies of blocks that are made meanwhile.
+        pending: tokens that only rank 0's device has yet; None where all are among ``input_ids``.
     """
 
     input_ids: torch.Tensor
@@ -154,6 +155,22 @@ class Step:
     metadata: StepMetadata
     mode: str = ""
     copies: Sequence[CacheCopy] = ()
+    pending: Pending | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Tokens of a step that the step before it samples, and that stay on the device.
+
+    Attributes:
+        where: places among the ids, int64, on the host.
+        sources: of each, the place among the tokens that were sampled.
+        count: number of these.
+    """
+
+    where: torch.Tensor
+    sources: torch.Tensor
+    count: int
 
 
 def step_message(step: Step) -> Message:
@@ -167,7 +184,11 @@ def step_message(step: Step) -> Message:
         tensors |= {"state_read": metadata.state_read, "state_write": metadata.state_write}
     if step.copies:
         tensors["copies"] = _copies_tensor(step.copies)
-    return Message("step", {"mode": step.mode, "groups": len(metadata.groups)}, tensors)
+    values = {"mode": step.mode, "groups": len(metadata.groups)}
+    if step.pending is not None:
+        values["pending"] = step.pending.count
+        tensors |= {"pending_where": step.pending.where, "pending_sources": step.pending.sources}
+    return Message("step", values, tensors)
 
 
 def step_of(message: Message) -> Step:
@@ -205,7 +226,22 @@ def step_of(message: Message) -> Step:
     if not fits:
         sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
         raise TornMessage(f"the sizes of step {message.number} contradict each other: {sizes}")
-    return Step(ids, positions, metadata, mode, _copies_of(tensors["copies"]) if "copies" in tensors else ())
+    copies = _copies_of(tensors["copies"]) if "copies" in tensors else ()
+    return Step(ids, positions, metadata, mode, copies, _pending_of(message, tokens))
+
+
+def _pending_of(message: Message, tokens: int) -> Pending | None:
+    count, tensors = message.values.get("pending"), message.tensors
+    if count is None:
+        return None
+    if type(count) is not int:
+        raise TornMessage(f"step {message.number} waits for {count!r} tokens")
+    where, sources = tensors.get("pending_where"), tensors.get("pending_sources")
+    for places, end in ((where, tokens), (sources, count)):
+        is_list = places is not None and places.dim() == 1 and places.dtype is torch.int64 and places.numel()
+        if not is_list or not 0 <= int(places.min()) <= int(places.max()) < end:  # type: ignore[union-attr]
+            raise TornMessage(f"the tokens that step {message.number} waits for are none of its {tokens}")
+    return Pending(where, sources, count)  # type: ignore[arg-type]
 
 
 def copies_message(copies: Sequence[CacheCopy]) -> Message:

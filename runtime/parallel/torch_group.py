@@ -37,6 +37,9 @@ class TorchGroup:
         host: address of this rank that others reach; None: what the host's name resolves to.
         name: by which graphs name the group.
 
+    Attributes:
+        store: as given; None once this rank has left.
+
     Raises:
         CollectiveFailed: the other ranks did not come.
     """
@@ -49,6 +52,7 @@ class TorchGroup:
         self._is_aborted = self._is_under_way = False
         self.seconds = 0.0
         self._meeting: int | None = None
+        self.store: Any = None
         gloo: Any = dist.ProcessGroupGloo  # its stub lacks most of it
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
@@ -56,6 +60,7 @@ class TorchGroup:
             with self._explained():
                 options._devices = [gloo.create_device(hostname=host) if host else gloo.create_default_device()]
                 self._ranks = gloo(store, rank, size, options)
+            self.store = store
         finally:
             del store  # which a traceback would keep
 
@@ -129,7 +134,7 @@ class TorchGroup:
             # torch waits for the exchange before it frees the group, as long as its timeout; so nobody frees it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
             self._ranks = self._meeting = None
-        self._ranks = None
+        self._ranks = self.store = None
         if self._meeting is not None:
             os.close(self._meeting)
             self._meeting = None

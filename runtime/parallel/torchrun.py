@@ -16,12 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 
 from ..process_state import process_state
 from .channel import Channel
+from .device_group import Backend, DeviceGroup
 from .group import GroupFailed, RankGroup
 from .host_group import on_host
 from .stage_group import meet_in_stages
@@ -41,11 +42,13 @@ class Place:
         rank: of it.
         size: number of processes.
         local_size: of them on this host.
+        local_rank: of this process among these.
     """
 
     rank: int
     size: int
     local_size: int
+    local_rank: int = 0
 
     @classmethod
     def of_environment(cls) -> Place:
@@ -61,7 +64,9 @@ class Place:
                 "start the script by torchrun, or omit the option"
             )
         size = int(os.environ["WORLD_SIZE"])
-        return cls(int(os.environ["RANK"]), size, int(os.environ.get("LOCAL_WORLD_SIZE", size)))
+        rank = int(os.environ["RANK"])
+        local_size, local_rank = (os.environ.get(f"LOCAL_{name}") for name in ("WORLD_SIZE", "RANK"))
+        return cls(rank, size, int(local_size or size), int(local_rank or rank))
 
 
 def host_id() -> str:
@@ -115,6 +120,7 @@ class LaunchedRanks:
         place: of this process.
         timeout: seconds that it waits for the others.
         stages: that they run, of a pipeline.
+        backend: of graphs that exchange tensors on devices, see ``DeviceGroup``; "" for CPUs.
 
     Attributes:
         address: of this host, by which it reaches the store.
@@ -123,8 +129,10 @@ class LaunchedRanks:
         GroupFailed: the store cannot be reached.
     """
 
-    def __init__(self, place: Place, timeout: float = 600.0, stages: int = 1) -> None:
-        self.place, self.timeout, self.stages = place, timeout, stages
+    def __init__(
+        self, place: Place, timeout: float = 600.0, stages: int = 1, backend: Backend | Literal[""] = ""
+    ) -> None:
+        self.place, self.timeout, self.stages, self.backend = place, timeout, stages, backend
         self._deadline = time.monotonic() + timeout
         try:
             store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
@@ -189,6 +197,8 @@ class LaunchedRanks:
 
         def meet() -> RankGroup:
             control, size = open_group("group", place.rank, place.size), place.size // self.stages
+            if self.backend:
+                return DeviceGroup(control, self.backend, place.local_rank, timeout)
             first = place.rank - place.rank % size
             hosts = {self._get(f"rank {rank}")[0] for rank in range(first, first + size)}
             share = on_host if len(hosts) == 1 else _as_it_is

@@ -6,7 +6,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -67,7 +67,19 @@ class Worker:
         self.channel.close()
 
 
-def start_workers(command: Sequence[str], size: int, stages: int, meeting: int, threads: int) -> list[Worker]:
+def no_more(rank: int) -> Mapping[str, str]:
+    """An environment that has nothing besides."""
+    return {}
+
+
+def start_workers(
+    command: Sequence[str],
+    size: int,
+    stages: int,
+    meeting: int,
+    threads: int,
+    environment: Callable[[int], Mapping[str, str]] = no_more,
+) -> list[Worker]:
     """Start ranks 1 to ``size - 1``. They end when the calling thread does, and ignore Ctrl-C.
 
     Args:
@@ -76,6 +88,7 @@ def start_workers(command: Sequence[str], size: int, stages: int, meeting: int, 
         stages: that they run, of a pipeline.
         meeting: descriptor of the file in which the ranks find each other.
         threads: of each.
+        environment: what each rank's environment has besides.
 
     Raises:
         OSError: a process could not be started; none is left.
@@ -83,7 +96,8 @@ def start_workers(command: Sequence[str], size: int, stages: int, meeting: int, 
     workers: list[Worker] = []
     try:
         for rank in range(1, size):
-            workers.append(_start(command, (meeting, rank, size, stages), threads))
+            own = {"OMP_NUM_THREADS": str(threads), **environment(rank)}
+            workers.append(_start(command, (meeting, rank, size, stages), own))
     except BaseException:
         for worker in workers:
             worker.kill()
@@ -91,7 +105,7 @@ def start_workers(command: Sequence[str], size: int, stages: int, meeting: int, 
     return workers
 
 
-def _start(command: Sequence[str], place: tuple[int, int, int, int], threads: int) -> Worker:
+def _start(command: Sequence[str], place: tuple[int, int, int, int], environment: Mapping[str, str]) -> Worker:
     ours, theirs = socket.socketpair()
     with theirs:
         numbers = (theirs.fileno(), *place, os.getpid())
@@ -100,7 +114,7 @@ def _start(command: Sequence[str], place: tuple[int, int, int, int], threads: in
                 [*command, *map(str, numbers)],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
-                env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+                env={**os.environ, **environment},
                 pass_fds=[theirs.fileno(), place[0]],
             )
         except OSError:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -281,8 +282,19 @@ def test_more_ranks_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch)
     assert "tensor_parallel_size=3 is more than the 2 processors" in refused("folder", 3)
 
 
-def test_npus_are_refused() -> None:
-    assert "runs on CPUs only so far" in refused("folder", 2, target="npu")
+def test_more_ranks_than_npus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 1), raising=False)
+    assert refused("folder", 2, "npu") == (
+        "tensor_parallel_size=2: 2 ranks on this host need a device each, and it has 1; lower it, or name more in "
+        "ASCEND_RT_VISIBLE_DEVICES"
+    )
+
+
+def test_restarts_on_npus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 2), raising=False)
+    compiling = CompileOptions(tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="worker_restarts=1 is for CPUs"):
+        other_ranks("folder", LoadOptions(worker_restarts=1), compiling, torch.device("npu"))
 
 
 def test_files_that_have_changed_are_refused(saved: Callable[[str], Path]) -> None:

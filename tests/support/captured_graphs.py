@@ -41,6 +41,8 @@ class _Call:
         if self.updated is not None:
             self.updated = False
         results = self.function(*self.args, **self.kwargs)
+        if self.function.namespace == "_c10d_functional":  # before it is copied to where the capture has it
+            results = torch.ops._c10d_functional.wait_tensor(results)
         for old, new in zip(pytree.tree_leaves(self.out), pytree.tree_leaves(results), strict=True):
             if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
@@ -116,12 +118,21 @@ class _Capture(TorchDispatchMode):
         self.graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        exchanges = func.namespace == "_c10d_functional"
+        out = _unexchanged(func, args) if exchanges else func(*args, **(kwargs or {}))
         if func.namespace != "npugraph_ex":  # events, which note themselves
             call = _Call(func, args, kwargs or {}, out, stream=_streams[-1])
             self.graph.calls.append(call)
             self.graph.steps.append(call)
         return out
+
+
+def _unexchanged(func: Any, args: Any) -> torch.Tensor:
+    """What an exchange yields while it is captured: other ranks have no part in that."""
+    x: torch.Tensor = args[0]
+    if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+        return x.new_empty((args[1] * x.shape[0], *x.shape[1:]))
+    return x if func._schema.name.endswith(("wait_tensor", "_")) else x.clone()
 
 
 class _Update(TorchDispatchMode):

@@ -41,7 +41,7 @@ class Result:
 
 
 class QueuedDevice:
-    """Calls functions in a thread of its own, in order; has the methods of ``runtime.engine.device_queue``.
+    """Calls functions in a thread of its own, in order; has the methods of ``runtime.device_queue``.
 
     Args:
         strict: reading too early is an error.

@@ -200,7 +200,9 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_workers(command: object, size: int, stages: int, meeting: int, threads: int) -> list[Worker]:
+def fork_workers(
+    command: object, size: int, stages: int, meeting: int, threads: int, environment: object
+) -> list[Worker]:
     """Stands for ``start_workers``: forks have imported torch already."""
     workers = []
     for rank in range(1, size):

@@ -16,6 +16,7 @@ import torch
 from ....passes import TracedGraph
 from ....runtime.npu_target import Product
 from ....runtime.ops.npu.limits.incremental_attention import MOST_KEYS, MOST_SEQUENCES
+from ....runtime.parallel.group import RankGroup
 from ....runtime.program import KVCache
 from ....runtime.step_metadata import StepMetadata
 from .route import PlannedSize, Route, Run
@@ -122,6 +123,11 @@ class DecodeRoute(Route):
         for part in self._parts:
             part.reserve_like(self)
         return reserved
+
+    def join(self, group: RankGroup | None) -> None:
+        super().join(group)
+        for part in self._parts:
+            part.join(group)
 
     def bind(self, kv_cache: KVCache) -> None:
         super().bind(kv_cache)

@@ -17,7 +17,8 @@ import torch
 from ....passes import TracedGraph
 from ....passes.graph.fx_nodes import is_tensor, value
 from ....runtime.cache.cache_specs import has_state
-from ....runtime.engine.device_queue import sent
+from ....runtime.device_queue import sent
+from ....runtime.parallel.group import RankGroup
 from ....runtime.program import KVCache, StateSpec, is_cache_input
 from ....runtime.step_metadata import StepMetadata
 from .flat_graph import is_constant, list_inputs
@@ -68,6 +69,8 @@ class Route(ABC):
         changing: positions of those that receive another tensor at each step.
         kv_cache: as bound.
         spare_room: blocks and slots for steps of no request, once caches are bound.
+        group: the ranks that run the program together; None: this process does alone. Only then does a step of which
+            no graph can be made run operator by operator: on other ranks it would not.
         is_warm: every planned size was compiled or captured, or left out; nothing is from now on.
         eager_steps: why steps ran operator by operator → how many.
         dropped_schedules: name of a schedule → why graphs are compiled without it from now on.
@@ -85,6 +88,7 @@ class Route(ABC):
         self.changing = _changing_tensors(traced)
         self.kv_cache: KVCache = []
         self.spare_room: SpareRoom | None = None
+        self.group: RankGroup | None = None
         self.is_warm = False
         self.eager_steps: Counter[str] = Counter()
         self.dropped_schedules: dict[str, str] = {}
@@ -135,6 +139,10 @@ class Route(ABC):
         if has_state(self.traced.caches):
             self._spare_blocks = max(self._spare_blocks, STATE_SLOTS)
         return self._spare_blocks
+
+    def join(self, group: RankGroup | None) -> None:
+        """Take notice of the ranks that run the program together; None: this process does alone."""
+        self.group = group
 
     def reserve_like(self, other: Route) -> None:
         """Use the blocks that ``other`` reserved, at least as many: both run steps over the same caches."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch_pagoda.runtime.parallel.channel import Channel, ChannelClosed
 from torch_pagoda.runtime.parallel.messages import (
     PREFIX_BYTES,
     Message,
+    Pending,
     Step,
     TornMessage,
     copies_message,
@@ -177,3 +179,17 @@ def test_what_is_no_message_is_refused(ends):
     sock.sendall(b"GET / HTTP/1.1\r\n")
     with pytest.raises(TornMessage, match="a message begins with 474554"):
         theirs.receive()
+
+
+def test_tokens_that_a_step_waits_for_arrive_or_are_refused() -> None:
+    pending = Pending(torch.tensor([1, 4]), torch.tensor([2, 0]), 3)
+    found = step_of(sent(step_message(replace(make_step(), pending=pending)))).pending
+    assert found is not None
+    assert (found.where.tolist(), found.sources.tolist(), found.count) == ([1, 4], [2, 0], 3)
+    for wrong in (
+        replace(pending, count=2),
+        replace(pending, where=torch.tensor([1, 5])),
+        replace(pending, count=-1),
+    ):
+        with pytest.raises(TornMessage, match="are none of its 5"):
+            step_of(sent(step_message(replace(make_step(), pending=wrong))))

@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -47,10 +48,17 @@ frame #13: dlopen + 0x69 (0x7f0244aa3569 in /lib/x86_64-linux-gnu/libc.so.6)
 """
 
 
-def answers(smi: str | None = SMI, devices: str = "DEVICES 2\n", status: int = 0) -> Callable[..., object]:
+def answers(
+    smi: str | None = SMI,
+    devices: str = "DEVICES 2\n",
+    status: int = 0,
+    hccn: Mapping[tuple[int, str], tuple[int, str] | None] = MappingProxyType({}),
+) -> Callable[..., object]:
     def run(command: Sequence[str]) -> tuple[int, str] | None:
         if command[0] == "npu-smi":
             return None if smi is None else (0, smi)
+        if command[0] == "hccn_tool":
+            return hccn.get((int(command[2]), command[3]), (0, "link status: UP\nnet health status: Success\n"))
         return status, devices
 
     return run
@@ -63,6 +71,8 @@ def machine(tmp_path: Path) -> System:
         f"{CANN}/aarch64-linux/ascend_toolkit_install.info": "package_name=Ascend-cann-toolkit\nversion=9.1.0\n",
         "/usr/local/Ascend/driver/version.info": "Version=25.5.0\nascendhal_version=7.35.23\n",
         "/usr/local/Ascend/firmware/version.info": "Version=7.8.0.5.216\n",
+        "/usr/local/Ascend/latest/hccl/version.info": "Version=9.1.0\n",
+        "/etc/hccn.conf": "address_0=192.168.100.1\nnetmask_0=255.255.255.0\naddress_1=192.168.100.2\n",
         "/etc/group": "root:x:0:\nHwHiAiUser:x:1000:\n",
         "/proc/meminfo": "MemTotal: 527957864 kB\nMemAvailable: 500000000 kB\n",
         "/sys/fs/cgroup/cpu.max": "max 100000\n",
@@ -76,6 +86,7 @@ def machine(tmp_path: Path) -> System:
     for number in (0, 1):
         (tmp_path / f"dev/davinci{number}").chmod(0o660)
     environment = {"ASCEND_HOME_PATH": CANN, "LD_LIBRARY_PATH": f"{CANN}/lib64:/lib", "HOME": "/root"}
+    environment["HCCL_DETERMINISTIC"] = "true"
     versions = {"torch": "2.12.0+cpu", "torch-npu": "2.12.0"}
     return System(
         root=tmp_path,
@@ -316,4 +327,54 @@ def test_torch_is_not_imported() -> None:
         "raise SystemExit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
-    assert len(checkup.CHECKS) == 15
+    assert len(checkup.CHECKS) == 19
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "status", "words", "remedy"),
+    [
+        (lambda m: setting(m, HCCL_OP_EXPANSION_MODE="AIV"), "HCCL expansion", PROBLEM, "hang", "unset HCCL_OP"),
+        (lambda m: setting(m, HCCL_OP_EXPANSION_MODE="AI_CPU"), "HCCL expansion", OK, "=AI_CPU", ""),
+        (
+            lambda m: setting(m, HCCL_BUFFSIZE="0"),
+            "HCCL_BUFFSIZE",
+            PROBLEM,
+            "no number from 1",
+            "unset HCCL_BUFFSIZE",
+        ),
+        (lambda m: setting(m, HCCL_CONNECT_TIMEOUT="9"), "HCCL_CONNECT_TIMEOUT", PROBLEM, "from 120", "unset"),
+        (lambda m: setting(m, HCCL_EXEC_TIMEOUT="1e3"), "HCCL_EXEC_TIMEOUT", PROBLEM, "'1e3' is no number", "unset"),
+        (lambda m: setting(m, HCCL_EXEC_TIMEOUT="300"), "HCCL_EXEC_TIMEOUT", OK, "300", ""),
+        (lambda m: setting(m, HCCL_DETERMINISTIC="false"), "HCCL sums", UNKNOWN, "may change", "=true while"),
+        (lambda m: without(m, "/usr/local/Ascend/latest/hccl/version.info"), "HCCL", UNKNOWN, "no version.info", ""),
+        (lambda m: without(m, "/etc/hccn.conf"), "device network", UNKNOWN, "cannot be read", "mount /etc/hccn.conf"),
+        (
+            lambda m: write(m, "/etc/hccn.conf", "address_0=10.0.0.1\n"),
+            "device network",
+            PROBLEM,
+            "of device 1",
+            "-i 1",
+        ),
+        (lambda m: on_links(m, {(1, "-link"): (0, "link status: DOWN\n")}), "link 1", PROBLEM, "DOWN", "-link_stat"),
+        (
+            lambda m: on_links(m, {(0, "-net_health"): (0, "net health status: Receive timeout\n")}),
+            *("link 0", PROBLEM, "its network is Receive timeout", "-netdetect"),
+        ),
+        (lambda m: on_links(m, {(0, "-link"): None}), "links", UNKNOWN, "hccn_tool was not found", "mount it"),
+        (lambda m: on_links(m, {(0, "-link"): (1, "no permission\n")}), "link 0", UNKNOWN, "no permission", ""),
+    ],
+)
+def test_what_several_devices_communicate_by(
+    machine: System, change: Callable[[System], System], check: str, status: str, words: str, remedy: str
+) -> None:
+    found = of(examine(change(machine)), check)
+    assert found.status == status and words in found.text and remedy in found.remedy and not found.stops
+
+
+def on_links(machine: System, hccn: Mapping[tuple[int, str], tuple[int, str] | None]) -> System:
+    return replace(machine, run=answers(hccn=hccn))  # type: ignore[arg-type]
+
+
+def test_one_device_needs_no_links(machine: System) -> None:
+    machine.path("/dev/davinci1").unlink()
+    assert not [f for f in examine(machine) if f.check.startswith(("HCCL", "link", "device network"))]

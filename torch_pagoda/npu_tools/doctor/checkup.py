@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from . import devices, host, installation
+from . import devices, hccl, host, installation
 from .finding import Finding, unknown
 from .system import System, plain
 
@@ -24,6 +24,10 @@ CHECKS: tuple[Check, ...] = (
     devices.visible,
     devices.health_and_memory,
     installation.imports,
+    hccl.version,
+    hccl.settings,
+    hccl.network,
+    hccl.links,
     host.allocator,
     host.container,
     host.processors,

@@ -33,7 +33,7 @@ from torch._guards import TracingContext, tracing
 from .....passes import TracedGraph
 from .....passes.graph.fx_nodes import step_field
 from .....runtime.cache.cache_specs import has_state
-from .....runtime.engine.device_queue import sent
+from .....runtime.device_queue import sent
 from .....runtime.npu_errors.device_lost import raise_if_lost
 from .....runtime.program import KVCache
 from .....runtime.state_tables import CHUNK_TABLES
@@ -48,6 +48,7 @@ from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes,
 from ..sizes.graph_resources import GraphNeeds, capture_budget
 from ..sizes.step_padding import StepSize, spare_blocks
 from ..warm_up.steps import fitting_shape
+from .agreed_captures import agree_on_captures
 from .capture_updates import keep_updates_apart
 from .prefetch_stream import use_prefetch_stream
 from .side_stream import EVENTS_PER_BRANCH, new_label, use_side_stream
@@ -92,7 +93,7 @@ class AclGraphs(Route):
         assert traced.npu is not None
         branches, fetches = counted_branches(traced.graph), counted_fetches(traced.graph)
         streams, events = (branches > 0) + (fetches > 0), EVENTS_PER_BRANCH * branches + fetches
-        self.needs = GraphNeeds(_attention_calls(traced), streams, events)
+        self.needs = GraphNeeds(_attention_calls(traced), streams, events, groups=int(traced.ranks > 1))
         self._branches, self._fetches, self._label = branches > 0, fetches > 0, new_label()
         self._most, self._limit = capture_budget(traced.npu.soc, self.needs)
         if budget is not None:
@@ -210,6 +211,8 @@ class AclGraphs(Route):
             return self._run_captured(args)
         except Exception as error:  # no streams or memory left for another capture, or npugraph_ex cannot compile
             raise_if_lost(error)
+            if self.group is not None:
+                raise
             log.warning("failed to capture a step of %d tokens; capturing no more sizes: %s", size[0], error)
             self._budget, self._failure = len(self.captured), f"it fails: {first_line(error)}"
             if has_state(self.traced.caches):  # which the step may have written over
@@ -275,6 +278,7 @@ class AclGraphs(Route):
             npugraph_ex = torch.npu.npugraph_ex  # type: ignore[attr-defined]
             with ctrl_c_kept():
                 keep_updates_apart()
+                agree_on_captures(self.group)
                 return npugraph_ex.compile_fx(gm, inputs, aclgraph_options(self._budget, self._options, edit))
 
         with tracing(TracingContext(self.traced.fake_mode)), torch.no_grad():

@@ -16,10 +16,14 @@ class FirstRuns:
     Args:
         drop: takes the key of a graph that cannot run, and the reason.
         writes_state: steps write over states in place, which a step that failed may have begun.
+
+    Attributes:
+        falls_back: a graph that cannot run is dropped; not where other ranks have one like it.
     """
 
     def __init__(self, drop: Callable[[int, str], None], *, writes_state: bool) -> None:
         self._drop, self._writes_state = drop, writes_state
+        self.falls_back = True
         self._have_run: set[int] = set()
 
     def run(self, key: int, graph: Callable[[int], Run], args: Sequence[Any]) -> Sequence[Any]:
@@ -32,8 +36,8 @@ class FirstRuns:
         """The same; None where the graph turns out not to run, and is dropped.
 
         Raises:
-            Exception: of a graph that has run before; of one that may have written over a state, which is dropped:
-                the caller has to compute the sequences anew.
+            Exception: of a graph that has run before, or that other ranks have one like; of one that may have written
+                over a state, which is dropped: the caller has to compute the sequences anew.
             DeviceLost: the device is.
         """
         compiled = False
@@ -43,7 +47,7 @@ class FirstRuns:
             outputs = run(*args)
         except Exception as error:
             raise_if_lost(error)
-            if key in self._have_run:
+            if key in self._have_run or not self.falls_back:
                 raise
             self._drop(key, f"it fails: {first_line(error)}")
             if compiled and self._writes_state:

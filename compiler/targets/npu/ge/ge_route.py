@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .....passes import TracedGraph
 from .....runtime.cache.cache_specs import has_state
+from .....runtime.parallel.group import RankGroup
 from .....runtime.program import KVCache
 from ..flat_graph import flat_graph
 from ..in_place import write_rows_in_place
@@ -114,6 +115,12 @@ class GeGraphs(Route):
             log.info("planned GE graphs for %s sequences", ", ".join(map(str, self.planned)))
         padding = 0 if self.static is None else self.static.plan(sizes, max_model_len, self.block_size)
         return max(padding, most_padding(self.planned))
+
+    def join(self, group: RankGroup | None) -> None:
+        super().join(group)
+        self._first_runs.falls_back = group is None
+        if self.static is not None:
+            self.static.first_runs.falls_back = group is None
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive; graphs of fixed sizes are thrown away."""

@@ -43,6 +43,7 @@ class StaticDecode:
         width: columns of block tables.
         graphs: number of sequences → its graph, as far as they are compiled.
         dropped: number of sequences → why its graph is not used.
+        first_runs: see ``FirstRuns``.
     """
 
     def __init__(self, traced: TracedGraph, compile: Compile) -> None:
@@ -57,7 +58,7 @@ class StaticDecode:
         self._at = {node.name: i for i, node in enumerate(traced.placeholders) if node.users}
         self._shapes: dict[int, list[tuple[int, torch.Size]]] = {}
         self._caches: list[torch.Tensor] = []
-        self._first_runs = FirstRuns(self._leave_out, writes_state=has_state(traced.caches))
+        self.first_runs = FirstRuns(self._leave_out, writes_state=has_state(traced.caches))
         if self.refusal:
             log.warning("decode steps have no static graphs: %s", self.refusal)
 
@@ -123,11 +124,11 @@ class StaticDecode:
 
     def run(self, sequences: int, args: Sequence[Any]) -> Sequence[Any] | None:
         """The outputs of the graph for so many sequences; None where it turns out not to compile, and is dropped."""
-        return self._first_runs.attempt(sequences, self.graph, args)
+        return self.first_runs.attempt(sequences, self.graph, args)
 
     def run_graph(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
         """The outputs of the graph for so many sequences, whatever it raises."""
-        return self._first_runs.run(sequences, self.graph, args)
+        return self.first_runs.run(sequences, self.graph, args)
 
     def _leave_out(self, sequences: int, reason: str) -> None:
         log.warning("not using the static decode graph for %d sequences: %s", sequences, reason)
@@ -137,12 +138,12 @@ class StaticDecode:
         """Do not use the graph for so many sequences; whoever finds the reason says so."""
         self.dropped[sequences] = reason
         self.graphs.pop(sequences, None)
-        self._first_runs.forget(sequences)
+        self.first_runs.forget(sequences)
 
     def _forget(self) -> None:
         self.graphs.clear()
         self.dropped.clear()
-        self._first_runs.clear()
+        self.first_runs.clear()
 
 
 def decode_inputs(traced: TracedGraph, sequences: int, width: int) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from torch.fx.node import map_aggregate
 
 from .....passes import TracedGraph
 from .....passes.graph.fx_nodes import value
-from .....runtime.engine.device_queue import sent
+from .....runtime.device_queue import sent
 from .....runtime.program import is_cache_input
 from ....report import first_line
 from ..flat_graph import LENGTHS_ON_DEVICE, is_constant, list_inputs, readers

@@ -11,14 +11,15 @@ Becomes:
         which adds what is added to its result, such as shared experts, as skip1
         or, on the inference chip, which has neither, the rows gathered and added in float32
     or, where these are not legal, every expert over every token, in batched ATen products
-    of one rank's experts: the choices of others' are those of one more expert, which has no matrices; its rows lie
-        behind all others, where the products write nothing, and are zeroed before they are added
+    of one rank's experts: only their rows are sorted (active_expert_range, a number in the graph of each rank), and
+        npu_moe_finalize_routing adds nothing for the others, whose places are -1, with drop_pad_mode 3, whose rows
+        [E, C, H] are any view with at least as many experts as a token has
 Why it is faster:
     rows are sorted by expert once, and each expert's rows are one part of one product.
 
 The last two give the same sum. npu_moe_token_unpermute is what vllm-ascend runs on devices, where it reports wrong
 numbers of npu_moe_finalize_routing (ops/fused_moe/moe_comm_method.py), so it is taken wherever it can be: torchair
-has no GE converter for it.
+has no GE converter for it. No document lets it take places of -1, so that the other one adds a rank's rows.
 
 Level 0.
 """
@@ -43,7 +44,7 @@ from .combine import add_while_combining
 _pagoda, _npu, _aten = torch.ops.pagoda, torch.ops.npu, torch.ops.aten
 _ENDS, _COUNTS, _PER_ROW = 0, 1, 0
 _SPLIT_ONE_OUTPUT, _GROUPS_OF_ROWS = 3, 0
-_ROW_MAJOR = 2
+_ROW_MAJOR, _ROW_MAJOR_DROPPED = 2, 3
 _OVER_CHOSEN = 1
 _NO_EPSILON = 1e-12
 """What added to the sum of the largest of a softmax leaves it as it is in float32."""
@@ -185,10 +186,11 @@ def _grouped(
         return None
     if weight_input:
         x = site.cast(site.aten(_aten.mul.Tensor, x, weights), value(x).dtype)
-    is_part = callee(ids) == "local_experts"
-    routes = experts + is_part
-    if is_part:
-        ids = _of_rank(site, *ids.args)
+    active, routes = [0, experts], experts
+    if is_part := callee(ids) == "local_experts":
+        ids, first = ids.args[:2]  # type: ignore[assignment]
+        start = int(site.traced.constants[first.name])  # type: ignore[union-attr]
+        active, routes = [start, start + experts], site.traced.ranks * experts
     ids = site.cast(_uncast(ids), torch.int32)
     by = _ENDS if site.target.product is Product.INFERENCE else _COUNTS
     routed = site.call(
@@ -201,7 +203,7 @@ def _grouped(
         expert_tokens_num_type=by,
         expert_tokens_num_flag=True,
         quant_mode=-1,
-        active_expert_range=[0, routes],
+        active_expert_range=active,
         row_idx_type=_PER_ROW,
     )
     if routed is None:
@@ -209,9 +211,6 @@ def _grouped(
     rows, row_of, counts = (site.item(routed, i) for i in range(3))
     if by == _ENDS:  # which an eager call yields in int32
         counts = site.traced.call(_aten._to_copy.default, counts, dtype=torch.int64)
-    all_counts = counts
-    if is_part:
-        counts = site.traced.call(_aten.slice.Tensor, counts, 0, 0, experts)
     hidden = _product(site, rows, up, up_bias, counts, by, transposed)
     if hidden is None:
         return None
@@ -240,22 +239,20 @@ def _grouped(
     out = _product(site, hidden, down, down_bias, counts, by, transposed)
     if out is None:
         return None
-    if is_part:
-        out = site.inline(_zeroed, out, all_counts, by)
     scales = None if weight_input else site.cast(weights, value(out).dtype)
-    combined = site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
+    combined = None if is_part else site.call(_npu.npu_moe_token_unpermute.default, out, row_of, scales)
     if combined is not None:
         return combined
     combined = site.call(
         _npu.npu_moe_finalize_routing.default,
-        out,
+        site.aten(_aten.view.default, out, [k, -1, int(shape(out)[-1])]) if is_part else out,
         None,
         None,
         None,
         scales,
         row_of,
         None,
-        drop_pad_mode=_ROW_MAJOR,
+        drop_pad_mode=_ROW_MAJOR_DROPPED if is_part else _ROW_MAJOR,
         k=k,
     )
     return combined or site.inline(_added, out, row_of, scales, k)  # type: ignore[no-any-return]
@@ -267,34 +264,10 @@ def _uncast(ids: fx.Node) -> fx.Node:
     return ids if source is None or value(source).dtype is not torch.int32 else source
 
 
-def _of_rank(site: Site, ids: fx.Node, first: fx.Node, count: int) -> fx.Node:
-    """Ids counted from the first expert of this rank; those of other ranks are ``count``."""
-    traced = site.traced
-
-    def make() -> torch.Tensor:
-        table = torch.full((traced.ranks * count, 1), count, dtype=torch.int32, device=value(first).device)
-        start = int(traced.constants[first.name])
-        table[start : start + count, 0] = torch.arange(count, dtype=torch.int32)
-        return table
-
-    table = traced.shared_constant(f"ids_from_{first.name}", make)
-    found = site.aten(_aten.embedding.default, table, _uncast(ids))
-    return traced.call(_aten.squeeze.dim, found, -1)
-
-
-def _zeroed(rows: torch.Tensor, counts: torch.Tensor, by: int) -> torch.Tensor:
-    """Rows of experts with zeros for those of the last, which no product has written."""
-    count = rows.shape[0]
-    if by == _COUNTS:
-        behind = torch.arange(count, 0, -1, device=rows.device) <= counts[-1:]
-    else:
-        behind = torch.arange(count, device=rows.device) >= counts[-2:-1]
-    return rows.masked_fill(behind.unsqueeze(-1), 0)
-
-
 def _added(rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int) -> torch.Tensor:
-    """``[T, H]``, each token's rows times their scales, added in float32."""
-    parts = rows.index_select(0, row_of).view(-1, k, rows.shape[1]).float()
+    """``[T, H]``, each token's rows times their scales, added in float32; nothing for places of -1."""
+    parts = rows.index_select(0, row_of.clamp(min=0)).masked_fill((row_of < 0).unsqueeze(-1), 0)
+    parts = parts.view(-1, k, rows.shape[1]).float()
     if scales is not None:
         parts = parts * scales.float().unsqueeze(-1)
     return parts.sum(1).to(rows.dtype)

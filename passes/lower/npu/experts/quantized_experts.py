@@ -17,8 +17,8 @@ Why it is faster:
     Few tokens reach an expert, so that it waits for its weights: half or a quarter of the bytes of bf16 take about as
     much of the time.
 
-Level 0, as the rounding of linear layers. The rows of all experts fill the products: what the operators leave
-undefined behind them, where a chip has some of the experts, is never read. With int8 rows, experts with biases stay
+Level 0, as the rounding of linear layers. What the operators leave undefined behind the rows of the experts, where a
+rank has some of them, is never added. With int8 rows, experts with biases stay
 as they are: a bias would have to be an integer, or take the argument that holds the sums of 4-bit weights.
 """
 
@@ -155,13 +155,13 @@ def _of_weights(
 
 
 def _rounds(site: Site, routing: fx.Node, rows: fx.Node) -> bool:
-    """Let a routing round its rows, if nothing but this product reads them and all of them belong to an expert."""
-    experts, most = routing.kwargs.get("expert_num"), int(routing.kwargs.get("active_num", -1))  # type: ignore[arg-type]
+    """Let a routing round its rows, if nothing but this product reads them and all of them are there."""
+    most = int(routing.kwargs.get("active_num", -1))  # type: ignore[arg-type]
     readers = [user for user in routing.users if user.args[1] == 0]
     reason = ""
     if readers != [rows] or set(rows.users) != {site.node}:
         reason = "something else reads the rows, too"
-    elif routing.kwargs.get("active_expert_range") != [0, experts] or most > 0:
+    elif most > 0:
         reason = "some rows belong to no expert"
     else:
         made = {**routing.kwargs, "quant_mode": 1}

@@ -14,7 +14,7 @@ from toy_captures import BLOCK_SIZE, CYCLES, SleepingProgram, Spoil, ToyCaptures
 
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.route import Route
-from torch_pagoda.runtime.engine.device_queue import DeviceQueue, HostCopy
+from torch_pagoda.runtime.device_queue import DeviceQueue, HostCopy
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.engine.look_ahead import LookAhead
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams

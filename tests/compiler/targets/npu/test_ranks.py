@@ -1,11 +1,14 @@
 """Graphs for several ranks, lowered for an NPU and run in lockstep by the reference kernels.
 
-All ranks run one graph. Their logits are the model's, each reduction is one launch, and nothing copies a cache.
+All ranks call the same operators. Their logits are the model's, each reduction is one launch more than on one device,
+and nothing copies a cache.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,9 +17,11 @@ from npu_calls import illegal_calls
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import References, rewrite
 from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.verify import lockstep
 from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name
+from torch_pagoda.passes.lower.npu.decode_graph import decode_graph_or_reason
 from torch_pagoda.passes.lower.npu.experts import moe
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.reports.explain import cache_copies
@@ -27,14 +32,18 @@ from shared_graphs import capture
 
 TARGET = NpuTarget(block_size=16, float32_as=torch.bfloat16)
 REDUCE, GATHER = "_c10d_functional.all_reduce", "_c10d_functional.all_gather_into_tensor"
-OF_EXPERTS = Counter(["aten.embedding", "aten.arange", "aten.le", "aten.masked_fill"])
-"""Launches more where a rank holds some of the experts."""
 
 
-def lowered(model_type: str, ranks: int, reference: Reference | None = None) -> TracedGraph:
+def lowered(
+    model_type: str,
+    ranks: int,
+    reference: Reference | None = None,
+    target: NpuTarget = TARGET,
+    **chosen: Any,
+) -> TracedGraph:
     captured = capture(build_legal_model(model_type))
-    captured.traced.npu = TARGET
-    options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks)
+    captured.traced.npu = target
+    options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks, **chosen)
     report = CompileReport(model_type)
     traced = rewrite(captured, options, References(reference), report).traced
     assert (report.verdict is None) == (reference is None or ranks == 1)
@@ -50,7 +59,7 @@ def launches(traced: TracedGraph) -> Counter[str]:
     ("model_type", "more"),
     [
         ("llama", Counter({REDUCE: 4})),
-        ("qwen3_moe", Counter({REDUCE: 4}) + OF_EXPERTS + OF_EXPERTS),
+        ("qwen3_moe", Counter({REDUCE: 4})),
         ("deepseek_v3", None),
         ("qwen3_5_text", None),
     ],
@@ -65,6 +74,27 @@ def test_ranks_together_are_exact(model_type: str, more: Counter[str] | None) ->
         assert launches(traced) - launches(lowered(model_type, 1)) == more
 
 
+@pytest.mark.parametrize("chosen", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
+@pytest.mark.parametrize("mode", ["ge", "aclgraph"])
+@pytest.mark.parametrize("soc", ["Ascend910B3", "Ascend950PR"])
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
+def test_a_reduction_is_one_launch_more(
+    model_type: str, ranks: int, soc: str, mode: Literal["ge", "aclgraph"], chosen: dict[str, Any]
+) -> None:
+    target = replace(TARGET, soc=soc, graph_mode=mode)
+    traced = lowered(model_type, ranks, target=target, **chosen)
+    assert launches(traced) - launches(lowered(model_type, 1, target=target, **chosen)) == Counter({REDUCE: 4})
+    assert illegal_calls(traced, target) == []
+    assert cache_copies(traced.graph) == 0
+    decode, reason = decode_graph_or_reason(traced)
+    assert not reason
+    if decode is not None:  # of int8 caches
+        assert launches(decode)[REDUCE] == 4
+        assert illegal_calls(decode, target) == []
+        assert cache_copies(decode.graph) == 0
+
+
 def test_a_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_vocabulary, "LEAST_PARAMETERS", 2**13)
     traced = lowered("llama", 2, reference_of_model(build_legal_model("llama")))
@@ -73,7 +103,13 @@ def test_a_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert illegal_calls(traced, TARGET) == []
 
 
-def test_rows_of_other_ranks_experts_that_are_not_zeroed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe, "_zeroed", lambda rows, counts, by: rows.clone())
+def test_the_range_of_another_ranks_experts_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep, "_NUMBERED", frozenset())  # so that all ranks run rank 0's numbers
     with pytest.raises(UnsupportedModel, match="the ranks together are not exact"):
+        lowered("qwen3_moe", 2, reference_of_model(build_legal_model("qwen3_moe")))
+
+
+def test_places_of_other_ranks_experts_that_are_not_dropped_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe, "_ROW_MAJOR_DROPPED", moe._ROW_MAJOR)
+    with pytest.raises(UnsupportedModel):
         lowered("qwen3_moe", 2, reference_of_model(build_legal_model("qwen3_moe")))

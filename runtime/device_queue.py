@@ -15,6 +15,13 @@ def sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device)
 
 
+def with_sampled(ids: Tensor, where: Tensor, sources: Tensor, sampled: Tensor) -> Tensor:
+    """Ids ``[1, T]`` on the device of ``sampled``, whose entries ``sources`` go to the places ``where``."""
+    device = sampled.device
+    tokens = sampled.index_select(0, sent(sources, device))
+    return sent(ids, device).index_copy(1, sent(where, device), tokens[None])
+
+
 class HostCopy:
     """A tensor's values, on their way to the host; what is enqueued afterwards does not delay them.
 

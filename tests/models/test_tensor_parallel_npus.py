@@ -1,0 +1,114 @@
+"""Several ranks for NPUs in real processes, simulated on the CPU: the tokens of transformers, one step ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from simulated_npus import simulated_npus
+
+import torch_pagoda as pagoda
+from torch_pagoda import SamplingParams
+from torch_pagoda.runtime.device_queue import HostCopy
+from torch_pagoda.runtime.parallel.device_group import DeviceGroup
+from torch_pagoda.runtime.parallel.group import GroupFailed
+
+from hf_reference import greedy_without_cache
+from legal_models import build_legal_model
+
+SIZES: dict[str, Any] = {
+    **{"target": "npu", "block_size": 16, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32},
+    **{"tensor_parallel_size": 2, "async_scheduling": True},
+}
+LENGTHS = (4, 70, 21, 9)
+"""Of prompts, one of which is cut into chunks."""
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
+STATIC = {"codegen": "ge", "static_decode": True}
+CAPTURED = {"codegen": "aclgraph"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folders of small checkpoints."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tmp_path_factory.mktemp(kind)
+            build_legal_model(kind).save_pretrained(made[kind])
+        return made[kind]
+
+    return get
+
+
+def served(folder: Path, fails: str = "", **options: Any) -> tuple[list[list[int]], dict[str, Any], Any]:
+    """Greedy tokens, figures of the engine, and the outcome of the planned sizes."""
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in LENGTHS]
+    with simulated_npus(fails), pagoda.LLM(folder, **{**SIZES, **options}) as llm:
+        found = [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY)]
+        assert llm.compile_report.verdict is not None and llm.compile_report.verdict.ok
+        return found, llm.stats(), {size.name: size.reason for size in llm.compile_report.sizes}
+
+
+def expected(kind: str) -> list[list[int]]:
+    model = build_legal_model(kind)
+    generator = torch.Generator().manual_seed(2)
+    prompts = [torch.randint(3, 250, (n,), generator=generator).tolist() for n in LENGTHS]
+    return [greedy_without_cache(model, prompt, GREEDY.max_tokens).tokens for prompt in prompts]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_ranks_serve_the_tokens_of_transformers(kind: str, saved: Callable[[str], Path]) -> None:
+    found, stats, _ = served(saved(kind))
+    assert found == expected(kind)
+    assert stats["ranks"] == 2
+    assert stats["steps_ahead"] > stats["steps"] // 2
+
+
+def test_tokens_that_are_broadcast_to_other_places_are_wrong(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids of steps ahead come from rank 0's device: were they wrong on one rank, tokens would be."""
+    broadcast = DeviceGroup.broadcast
+    monkeypatch.setattr(DeviceGroup, "broadcast", lambda self, x, source: broadcast(self, x.roll(1), source).roll(-1))
+    found, stats, _ = served(saved("llama"))
+    assert stats["steps_ahead"] and found != expected("llama")
+
+
+def test_an_error_of_the_device_is_one_of_the_group(
+    saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: HostCopy) -> torch.Tensor:
+        raise RuntimeError("an operator failed, error code is 507015")
+
+    with simulated_npus(), pagoda.LLM(saved("llama"), **SIZES) as llm:
+        monkeypatch.setattr(HostCopy, "wait", fails)
+        with pytest.raises(GroupFailed, match=r"rank 0 failed in the device's work: .*507015"):
+            llm.generate([[5, 6, 7]], GREEDY)
+
+
+# With the real torchair and npugraph_ex
+
+
+@pytest.mark.torchair
+@pytest.mark.parametrize("options", [STATIC, CAPTURED], ids=["static", "captured"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_ranks_serve_by_graphs(kind: str, options: dict[str, Any], saved: Callable[[str], Path]) -> None:
+    found, stats, sizes = served(saved(kind), **options)
+    assert found == expected(kind)
+    assert any(name.startswith("decode steps") for name in sizes) and not any(sizes.values())
+    assert stats["steps_ahead"] > stats["steps"] // 2 and not stats["operator_steps"]
+
+
+@pytest.mark.torchair
+def test_a_size_that_fails_on_one_rank_is_dropped_on_all(saved: Callable[[str], Path]) -> None:
+    found, stats, sizes = served(saved("llama"), fails="1:3", **CAPTURED)
+    assert found == expected("llama")
+    assert {name: reason for name, reason in sizes.items() if reason} == {
+        "decode steps of 3 tokens": "it fails: another rank could not capture it"
+    }
+    assert stats["graph_sizes_dropped"] == 1
