@@ -24,6 +24,7 @@ from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
 from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches
 from .core import EngineCore, Result
+from .draft_setup import make_drafting
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
@@ -105,6 +106,7 @@ class EngineBase:
         state = EngineState(self.batcher, self.runner, cost)
         runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
         steps = (LookAhead if runs_ahead else StepRunner)(state, self.sampler, copier)
+        state.drafting = make_drafting(state, options, forces_tokens=tokenizer is not None, runs_ahead=runs_ahead)
         self._core = EngineCore(state, steps, before_step)
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -152,6 +154,7 @@ class EngineBase:
             ``total_seconds`` of steps; ``block_size``; with ``async_scheduling`` the figures of ``LookAhead.stats``;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
             ``operator_steps``; with several ranks ``ranks`` and ``rank_restarts``;
+            with drafts those of ``Drafting.stats``;
             and the block manager's figures, see ``blocks.inspection.stats``, among them
             ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total at
             every moment), ``prefix_hit_rate``, ``evictions``; of models with state also ``state_slots_total``,

@@ -48,6 +48,7 @@ GIVEN: dict[str, Any] = {
     **{"verify": "off", "passes": {"skip": ["hoist_gather"]}, "opt_level": 1, "batch_invariant": True},
     **{"patterns": (Pattern(torch.relu, torch.relu, [torch.ones(2)]),), "codegen": "none", "target": "npu"},
     **{"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}, "schedule": {"streams": True}},
+    **{"speculative_config": {"method": "suffix"}, "draft_forced_tokens": False},
     **{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "worker_restarts": 1},
 }
 """Of every keyword a value that is not its default."""

@@ -21,7 +21,11 @@ ENGINE_PANELS = (
         "quantization group_size input_bits batch_invariant tensor_parallel_size worker_restarts max_num_seqs "
         "max_num_batched_tokens max_model_len",
     ),
-    ("Scheduling", "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup"),
+    (
+        "Scheduling",
+        "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup "
+        "speculative_config draft_forced_tokens",
+    ),
     ("Compiler", "verify codegen npu_options static_decode schedule skip_pass only_pass"),
     ("", "trust_remote_code"),
 )
