@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..batching import ScheduledRequest
+from ..blocks import BlockManager
 from .state import EngineState
-from .step_output import SampledToken
+from .step_output import SampledToken, StepOutput
 from .submission import Completion
+
+
+def settle_states(blocks: BlockManager, scheduled: Sequence[ScheduledRequest], outputs: Sequence[StepOutput]) -> None:
+    """Leave each sequence with drafts one slot: that of the step if all its rows were accepted, or the one before.
+
+    That is the first thing to do, as snapshots of all need the slots.
+    """
+    for item, output in zip(scheduled, outputs, strict=True):
+        if not item.num_draft_rows:
+            continue
+        name = item.request.request_id
+        if output.tokens and len(output.tokens[0]) > item.num_draft_rows:
+            blocks.end_step(name, item.start + item.num_tokens)
+        else:
+            blocks.take_back_step(name)
 
 
 def settle_drafts(
@@ -18,8 +34,8 @@ def settle_drafts(
     The request advances by a row when the token that the next row was computed from is appended: hashes, snapshots
     and a restart see what steps of one token would show them.
 
-    A state has seen the drafts of the whole step. If not all rows were accepted it is what it was before, and the
-    accepted tokens are computed again with the next step.
+    A state has seen the drafts of the whole step. If not all rows were accepted it is what it was before (see
+    ``settle_states``), and the accepted tokens are computed again with the next step.
 
     Returns:
         The completion, if it goes on. Its newest token still has to be appended in the runner.
@@ -34,7 +50,6 @@ def settle_drafts(
                 return []
         return [completion]
     if len(tokens) <= item.num_draft_rows:
-        batcher.block_manager.take_back_step(request.request_id)
         return [completion] if state.append_until_end(completion, tokens, now) else []
     if not state.append_until_end(completion, tokens[:-1], now):
         return []

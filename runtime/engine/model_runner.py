@@ -249,7 +249,8 @@ def _split_logits(logits: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -
     sampling = sum(map(_num_sampled, scheduled))
     if not any(map(_is_scored, scheduled)):
         return StepLogits(logits[:sampling], {})
-    prompts, rows, end = {}, [], 0
+    prompts, end = {}, 0
+    rows: list[int] = []
     for i, item in enumerate(scheduled):
         start, end = end, end + _num_asked(item)
         if _is_scored(item):

@@ -12,7 +12,7 @@ from ..profiling.profile import DETOKENIZE, SCHEDULE
 from ..requests.request import Request
 from ..sampling.sampler import Sampler
 from .beam_submission import BeamSubmission
-from .draft_settlement import settle_drafts
+from .draft_settlement import settle_drafts, settle_states
 from .state import EngineState
 from .step_computer import StepComputer
 from .step_output import SampleTask, StepOutput
@@ -201,6 +201,8 @@ class StepRunner:
         state = self.state
         now = time.perf_counter()
         state.sampled = []
+        if state.batcher.block_manager.has_state:
+            settle_states(state.batcher.block_manager, scheduled, outputs)
         going_on: list[Completion] = []
         for item, output in zip(scheduled, outputs, strict=True):
             request = item.request

@@ -142,7 +142,8 @@ class SuffixTree:
         if len(tail) < self._depth:
             return NO_MATCH
         place = self._latest.get(tuple(tail[len(tail) - self._depth :]), -1)
-        longest, places = 0, []
+        longest = 0
+        places: list[int] = []
         for _ in range(MOST_PLACES):
             if place < 0:
                 break

@@ -29,7 +29,7 @@ PARAMS: dict[str, dict[str, Any]] = {
     "several": {"seed": 5, "n": 3},
 }
 SIZES: dict[str, dict[str, Any]] = {
-    "chunks": {"num_blocks": 96, "max_num_batched_tokens": 16},
+    "chunks": {"num_blocks": 96, "max_num_batched_tokens": 16, "max_num_seqs": 16},
     "tight": {"num_blocks": 20, "max_num_batched_tokens": 16},
     "swapping": {"num_blocks": 20, "swap_space": 1 << 22, "preemption": "swap"},
 }

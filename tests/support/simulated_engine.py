@@ -15,8 +15,8 @@ from typing import Any
 from torch_pagoda.runtime.batching import Batcher, Schedule
 from torch_pagoda.runtime.batching.schedule import Plan, ScheduledRequest
 from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockManager, CacheCopy
-from torch_pagoda.runtime.engine.draft_settlement import settle_drafts
-from torch_pagoda.runtime.engine.step_output import SampledToken
+from torch_pagoda.runtime.engine.draft_settlement import settle_drafts, settle_states
+from torch_pagoda.runtime.engine.step_output import SampledToken, StepOutput
 from torch_pagoda.runtime.requests.request import Request, RequestStatus
 from torch_pagoda.runtime.speculation.drafting import Drafting
 
@@ -350,10 +350,14 @@ class SimulatedEngine:
                     assert self.cache.state_is(tables[-1][0] if slot is None else slot, names[-1])
 
     def _settle(self, schedule: Schedule) -> None:
+        drawn = {item.request: self._drawn(item) for item in schedule.requests if item.num_draft_rows}
+        if self.batcher.block_manager.has_state:
+            outputs = [StepOutput((drawn.get(item.request, ()),)) for item in schedule.requests]
+            settle_states(self.batcher.block_manager, schedule.requests, outputs)
         for item in schedule.requests:
             request = item.request
             if item.num_draft_rows:
-                self._settle_drafts(item)
+                self._settle_drafts(item, drawn[request])
                 continue
             self.batcher.advance(request, item.num_tokens)
             if item.is_last_chunk and request in self.pausing:
@@ -364,12 +368,16 @@ class SimulatedEngine:
         stats = self.batcher.stats()
         assert stats["blocks_used"] + stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]
 
-    def _settle_drafts(self, item: ScheduledRequest) -> None:
+    def _drawn(self, item: ScheduledRequest) -> tuple[SampledToken, ...]:
         request, tokens = item.request, [self.next_token(item.request)]
         for draft in item.drafts:
             if tokens[-1] != draft:
                 break
             tokens.append(self.token_after([*request.tokens(0, request.num_tokens), *tokens]))
+        return tuple(map(SampledToken, tokens))
+
+    def _settle_drafts(self, item: ScheduledRequest, tokens: Sequence[SampledToken]) -> None:
+        request = item.request
         state: Any = SimpleNamespace(
             batcher=self.batcher,
             runner=SimpleNamespace(append_tokens=lambda requests, ids: None),
@@ -379,7 +387,7 @@ class SimulatedEngine:
             ),
         )
         completion: Any = SimpleNamespace(request=request)
-        settle_drafts(state, completion, item, [SampledToken(token) for token in tokens], self.now)
+        settle_drafts(state, completion, item, tokens, self.now)
         if request in self._names:
             self._names[request] = self._names[request][: request.num_computed_tokens]
 
