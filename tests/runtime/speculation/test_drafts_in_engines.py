@@ -14,6 +14,7 @@ from torch_pagoda.runtime.batching import StaticBatches
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.step_metadata import StepMetadata
 
 from toy_program import ToyProgram
 
@@ -114,17 +115,28 @@ def test_no_snapshot_is_evicted_for_a_draft() -> None:
     assert engine.stats()["undrafted_blocks"] > 0
 
 
+class TwoTables(ToyProgram):
+    """Notes the lengths that tell which keys the rows of a step are given."""
+
+    def __init__(self) -> None:
+        super().__init__(dtype=torch.float64)
+        self.restart_length = 17
+        self.lengths: list[list[int]] = []
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        self.lengths.append(step.token_lengths.tolist())
+        return super().__call__(input_ids, position_ids, step)
+
+
 def test_keys_switch_where_the_sequence_outgrows_them() -> None:
-    programs = [ToyProgram(dtype=torch.float64) for _ in range(2)]
-    for program in programs:
-        program.restart_length = 17
-    plain = make_engine(programs[0]).generate([PROMPT], greedy(30))
-    engine = make_engine(programs[1])
-    drafting = draft(engine, oracle_of(programs[0], PROMPT, 30), 7)
+    plain = make_engine(TwoTables()).generate([PROMPT], greedy(30))
+    program = TwoTables()
+    engine = make_engine(program)
+    draft(engine, oracle_of(program, PROMPT, 30), 7)
     found = engine.generate([PROMPT], greedy(30))
     assert found[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
-    assert drafting.figures.undrafted["restart_length"] <= 1
     assert engine.stats()["steps"] < 12
+    assert all(max(each) <= 17 or min(each) > 17 for each in program.lengths), "keys of both kinds in one step"
 
 
 def test_beams_have_none() -> None:
