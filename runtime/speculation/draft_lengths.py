@@ -72,21 +72,26 @@ class StepSeconds:
         self._seconds[rows] *= factor
 
     def of(self, rows: int) -> float:
-        """Return the seconds of a step of so many rows: measured, between two that were, or a guess."""
+        """Return the seconds of a step of so many rows: measured, between two that were, or a guess.
+
+        That is not more than a step of more rows took: then something else took the time.
+        """
         known = self._rows
         if not known:
             return 1.0 + _GUESS * (rows - 1)
         place = bisect_left(known, rows)
-        if place < len(known) and known[place] == rows:
-            return self._seconds[rows]
-        if place == 0:
-            return self._seconds[known[0]] / (1.0 + _GUESS * (known[0] - rows) / rows)
-        low = known[place - 1]
         if place == len(known):
+            low = known[-1]
             return self._seconds[low] * (1.0 + _GUESS * (rows - low) / low)
+        most = min([self._seconds[more] for more in known[place:]])
         high = known[place]
-        share = (rows - low) / (high - low)
-        return self._seconds[low] + share * (self._seconds[high] - self._seconds[low])
+        if high == rows:
+            return most
+        if place == 0:
+            return most / (1.0 + _GUESS * (high - rows) / rows)
+        low = known[place - 1]
+        least = min(self._seconds[low], most)
+        return least + (rows - low) / (high - low) * (most - least)
 
     def table(self) -> dict[int, float]:
         """Return the seconds by rows that were measured."""

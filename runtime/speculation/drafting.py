@@ -112,12 +112,13 @@ class Drafting:
         if planner.in_flight or planner.suspects or plan.preempted:
             return
         items = list(plan.planned.values())
-        if not self._lookups and not any([item.request.grammar is not None for item in items]):
+        awake = self._lookups - self.lengths.resting()
+        if not awake and not any([item.request.grammar is not None for item in items]):
             return
         candidates, others = self._candidates(items, plan.budget)
         if not candidates:
             if self.runs_ahead:
-                self.lengths.decline(self._lookups - self.lengths.resting())
+                self.lengths.decline(awake)
             return
         rows = sum([item.num_tokens for item in items])
         length = self.lengths.choose(rows, len(others), candidates, plan.budget)

@@ -126,6 +126,8 @@ def test_seconds_between_and_beyond_the_measured_rows() -> None:
     for took in (9.0, 4.0, 7.0):  # something else may have taken time
         seconds.measure(8, took)
     assert seconds.of(8) == 4.0
+    seconds.measure(6, 50.0, is_settled=True)  # something else took the time
+    assert seconds.of(6) == 4.0
     for _ in range(200):  # all becomes slower, as contexts grow
         seconds.measure(2, 3.0)
     assert seconds.of(2) == pytest.approx(3.0, rel=0.01) and seconds.of(4) > 3.0
