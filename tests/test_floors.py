@@ -47,7 +47,7 @@ FLOORS = {
     "runtime": (
         *(
             "engine",
-            "parallel",
+            "parallel speculation",
             "cache",
             "batching profiling program sampling",
             "ops",

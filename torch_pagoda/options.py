@@ -42,6 +42,8 @@ class ModelOptions(TypedDict, total=False):
     max_queue: int | None
     async_scheduling: bool | None
     npu_warmup: str
+    speculative_config: Mapping[str, Any] | None
+    draft_forced_tokens: bool
     verify: str
     passes: Mapping[str, Sequence[str]] | None
     opt_level: int

@@ -276,6 +276,11 @@ class Batcher:
         if self.planner.suspects and computed == request.num_tokens:
             self.planner.suspects.discard(request)
 
+    def snapshot_due(self, request: Request, start: int) -> int | None:
+        """Return the token count at which a step of a decoding request must end, so that a snapshot of its state can
+        be kept; None where there are no snapshots."""
+        return None if self._snapshots is None else self._snapshots.due(request, start)
+
     def _commit(self, request: Request, computed: int) -> None:
         """Publish the hashes of full blocks of the first ``computed`` tokens, as far as the tokens are known."""
         if self.block_manager.enable_prefix_caching:
@@ -376,6 +381,8 @@ class Batcher:
         if expired:
             return Schedule([], expired=expired)
         plan = planner.plan()
+        if plan.planned and planner.drafting is not None:
+            planner.drafting.extend(plan)
         if not plan.planned and planner.waits_for_a_batch:
             return Schedule([])
         if not plan.planned and planner.in_flight:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Protocol
 
 from ..blocks import BlockManager
 from ..requests.request import Request, RequestStatus
@@ -19,6 +20,16 @@ _MAX_DEFERRED = 64
 """Most requests deferred in one step because others compute their prefix."""
 
 
+class DraftPlanner(Protocol):
+    """Adds drafts to plans."""
+
+    def is_due(self) -> bool:
+        """Return True if the next step may have drafts, for which all tokens must be settled."""
+
+    def extend(self, plan: Plan) -> None:
+        """Add drafts to the shares of a plan."""
+
+
 class Planner:
     """Spends the tokens of one step; see ``Batcher`` for the rules and the arguments.
 
@@ -31,6 +42,7 @@ class Planner:
         in_flight: requests of steps that are launched and not settled. They keep their blocks, see
             ``could_preempt``; those that await an outcome are left out of the next step.
         num_stages: steps of a pipeline that are under way at a time; sequences that decode are dealt to them.
+        drafting: adds drafts; None: there are none.
     """
 
     def __init__(
@@ -64,12 +76,13 @@ class Planner:
         self.in_flight: frozenset[Request] = frozenset()
         self.num_stages = 1
         self._decoded: frozenset[Request] = frozenset()  # in the last step, if there are stages
+        self.drafting: DraftPlanner | None = None
         self._batch: list[Request] = []  # the last batch, if ``batches`` forms them
 
     def plan(self) -> Plan:
         """Return the next step; empty if no request can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
-        if self.in_flight and self.could_preempt():
+        if self.in_flight and (self.could_preempt() or self.awaits_drafts()):
             return plan
         if self.suspects and (alone := self._next_suspect()) is not None:
             self._continue(alone, plan)
@@ -85,6 +98,10 @@ class Planner:
             self._preempt(paused[-1], plan)
             self._fill(plan)
         return plan
+
+    def awaits_drafts(self) -> bool:
+        """Return True if the launched step is settled first, because the next one may have drafts."""
+        return self.drafting is not None and self.drafting.is_due()
 
     def could_preempt(self) -> bool:
         """Return True if the next step of the running requests might need more blocks than there are; O(running)."""

@@ -45,7 +45,7 @@ class PreemptionCost:
 
     def measure_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
         """Record the seconds of a step; if it consists mostly of prompts, it measures how fast these are computed."""
-        tokens = sum(item.num_tokens for item in scheduled)
+        tokens = sum(item.num_tokens - item.num_draft_rows for item in scheduled)
         if tokens > 2 * len(scheduled) and seconds > 0:
             self.tokens_per_second += _SMOOTHING * (tokens / seconds - self.tokens_per_second)
 

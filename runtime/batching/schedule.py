@@ -18,6 +18,9 @@ class ScheduledRequest(NamedTuple):
         start: the request's ``num_computed_tokens`` when the step was planned.
         is_last_chunk: no token is left to compute after this share, so its last token's logits are sampled.
         state_read, state_write: slots of its state, see ``StepMetadata``; -1 if the model keeps none.
+        drafts: proposals for the tokens that follow. The share computes them behind the request's own tokens, which
+            they are counted with in ``num_tokens``.
+        num_filled: further tokens behind those, of any id, whose logits nobody looks at.
     """
 
     request: Request
@@ -26,6 +29,13 @@ class ScheduledRequest(NamedTuple):
     is_last_chunk: bool
     state_read: int = -1
     state_write: int = -1
+    drafts: tuple[int, ...] = ()
+    num_filled: int = 0
+
+    @property
+    def num_draft_rows(self) -> int:
+        """Number of its tokens that are not the request's own."""
+        return len(self.drafts) + self.num_filled
 
     @property
     def overwrites_state(self) -> bool:
@@ -73,6 +83,20 @@ class Plan:
         self.planned: dict[str, ScheduledRequest] = {}
         self.preempted: list[Request] = []
         self.new_blocks: dict[str, list[list[int]]] = {}
+
+    def replace(self, item: ScheduledRequest, added: list[list[int]]) -> None:
+        """Put a share into the place of the request's, which has fewer tokens.
+
+        Args:
+            item: the share.
+            added: blocks for it, for each group.
+        """
+        name = item.request.request_id
+        self.budget -= item.num_tokens - self.planned[name].num_tokens
+        self.planned[name] = item
+        if any(added):
+            before = self.new_blocks.get(name, [[] for _ in added])
+            self.new_blocks[name] = [a + b for a, b in zip(before, added, strict=True)]
 
     def drop(self, request: Request) -> None:
         """Remove the request's share from the plan."""

@@ -107,6 +107,12 @@ class Snapshots:
         computed = request.num_computed_tokens
         return not computed % self.blocks.block_size and bool(self._value(request, computed))
 
+    def due(self, request: Request, start: int) -> int:
+        """Return the token count behind ``start`` where the next snapshot of a decoding request may be kept."""
+        size = self.blocks.block_size
+        least = max(request.num_prompt_tokens, self._marks.get(request, _NO_MARKS).last + WORTH, start + 1)
+        return -(-least // size) * size
+
     def _value(self, request: Request, computed: int) -> int:
         """Return the value of a snapshot at that token; 0: none is wanted."""
         marks = self._marks.get(request, _NO_MARKS)

@@ -251,6 +251,50 @@ class BlockManager:
         sequence.num_tokens = max(sequence.num_tokens, num_tokens)
         return True
 
+    def room_for_drafts(self, request_id: str, beside: int) -> int:
+        """Return how many tokens ``draft_in_place`` can make the sequence's tables hold.
+
+        Args:
+            request_id: the sequence; its step is allocated.
+            beside: blocks of each group that must stay free.
+        """
+        sequence, size = self._sequence(request_id), self.block_size
+        if self.has_state and not state_slots.can_begin_draft(self.pools[-1], sequence):
+            return 0
+        tables = zip(self.token_pools, sequence.tables, strict=False)
+        return min([(len(table) + max(pool.num_free - beside, 0)) * size for pool, table in tables], default=1 << 62)
+
+    def draft_in_place(self, request_id: str, num_tokens: int, start: int) -> list[list[int]] | None:
+        """Make a sequence whose step is allocated hold more tokens, which may not come to stay.
+
+        Only free blocks are taken: nothing cached is evicted, and nobody is preempted. A state is written to a slot
+        of its own, so that the step can be taken back.
+
+        Args:
+            request_id: the sequence.
+            num_tokens: number of tokens to hold.
+            start: first token of the step.
+
+        Returns:
+            For each group, the block ids added to the end of its table; None if blocks or a slot are lacking:
+            nothing was changed.
+        """
+        sequence = self._sequence(request_id)
+        counts = [max(0, self._length(g, num_tokens) - len(sequence.tables[g])) for g in range(len(self.token_pools))]
+        if any([count > pool.num_free for count, pool in zip(counts, self.token_pools, strict=True)]):
+            return None
+        if self.has_state and not state_slots.begin_draft(self.pools[-1], sequence, start):
+            return None
+        added = [pool.take(count) for count, pool in zip(counts, self.token_pools, strict=True)]
+        for table, new in zip(sequence.tables, added, strict=False):
+            table.extend(new)
+        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
+        return [*added, []] if self.has_state else added
+
+    def take_back_step(self, request_id: str) -> None:
+        """Leave the sequence's state as it was before the step, which had drafts."""
+        state_slots.drop_target(self.pools[-1], self._sequence(request_id))
+
     def slots_of_step(self, request_id: str, start: int) -> tuple[int, int]:
         """Return the slots that the step allocated from token ``start`` on reads and writes; the first is -1 if
         ``start`` is 0."""

@@ -79,6 +79,21 @@ def begin_step_in_place(pool: BlockPool, sequence: SequenceBlocks, start: int) -
     return True
 
 
+def can_begin_draft(pool: BlockPool, sequence: SequenceBlocks) -> bool:
+    """Return True if the step that has begun can write a slot of its own without evicting a snapshot."""
+    return sequence.state_target != NULL_BLOCK or pool.num_free > 0
+
+
+def begin_draft(pool: BlockPool, sequence: SequenceBlocks, start: int) -> bool:
+    """Let the step that has begun at token ``start`` write a slot of its own; returns False if none is free."""
+    if not can_begin_draft(pool, sequence):
+        return False
+    if sequence.state_target == NULL_BLOCK:
+        (sequence.state_target,) = pool.take(1)
+        sequence.state_tokens = start
+    return True
+
+
 def slots_of_step(sequence: SequenceBlocks, start: int) -> tuple[int, int]:
     """Return the slots that the current step reads and writes, see ``StepMetadata.state_read``, ``state_write``."""
     slot, target = sequence.tables[-1][0], sequence.state_target

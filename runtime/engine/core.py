@@ -273,6 +273,7 @@ class EngineCore:
                 "steps": state.num_steps,
                 **state.step_sizes.stats(),
                 **self.steps.stats(),
+                **({} if state.drafting is None else state.drafting.stats()),
                 **getattr(state.runner.program, "graph_stats", dict)(),
                 "computed_tokens": state.num_computed_tokens,
                 "generated_tokens": state.num_generated_tokens,

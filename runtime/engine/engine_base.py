@@ -25,6 +25,7 @@ from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
 from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches
 from .core import EngineCore, Result
+from .draft_setup import make_drafting
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
@@ -111,6 +112,12 @@ class EngineBase:
         if getattr(program, "num_stages", 1) > 1 and options.async_scheduling is not False:
             kind = PipelinedSteps
         steps = kind(state, self.sampler, copier)
+        if kind is not PipelinedSteps:
+            state.drafting = make_drafting(state, options, forces_tokens=tokenizer is not None, runs_ahead=runs_ahead)
+        elif options.speculative_config is not None:
+            raise ValueError(
+                "speculative_config: a pipeline drafts with async_scheduling=False only; omit one of them"
+            )
         self._core = EngineCore(state, steps, before_step)
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -159,7 +166,7 @@ class EngineBase:
             with a pipeline ``steps_beside_others``, which were launched while another one was under way;
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
             ``operator_steps``; with several ranks ``ranks``, ``rank_restarts`` and
-            ``collective_seconds`` that the first rank spent in exchanges;
+            ``collective_seconds`` that the first rank spent in exchanges; with drafts those of ``Drafting.stats``;
             and the block manager's figures, see ``blocks.inspection.stats``, among them
             ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total at
             every moment), ``prefix_hit_rate``, ``evictions``; of models with state also ``state_slots_total``,

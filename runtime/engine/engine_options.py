@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..option import option
 from ..requests.checks import check_at_least, check_bool
+from ..speculation.config import read_speculative_config
 
 DEFAULT_BLOCK_SIZE = 32
 """For a program that takes any; those lowered for an NPU bring their own."""
@@ -51,6 +54,10 @@ class EngineOptions:
         npu_warmup: when an NPU's program compiles or captures steps of the sizes that are planned: ``"full"``, all of
             them before the engine takes requests, each compared with the operators called one by one; or
             ``"lazy"``, each when a step first needs it, which waits for it and is not compared.
+        speculative_config: propose tokens and verify several in one step, with vLLM's keys: ``{"method": "suffix"}``
+            or ``{"method": "ngram", "prompt_lookup_max": 4}``; tokens stay the same. See
+            ``speculation.config.SpeculativeConfig``. None: only what ``draft_forced_tokens`` says.
+        draft_forced_tokens: verify in one step the tokens that a grammar of ``structured_outputs`` forces.
 
     Raises:
         ValueError: a value out of range, or a name that there is not.
@@ -72,6 +79,10 @@ class EngineOptions:
         None, "Plan each step while the one before runs; by default on an NPU (else: --no-async-scheduling)."
     )
     npu_warmup: str = option("full", "On an NPU: full (compile all steps first), or lazy.")
+    speculative_config: Mapping[str, Any] | None = option(
+        None, 'Several tokens a step, e.g. {"method": "suffix"} or "ngram".'
+    )
+    draft_forced_tokens: bool = option(True, "Compute tokens that a grammar forces one by one.")
 
     def __post_init__(self) -> None:
         from ..batching import make_policy, preemption_mode  # costs a command that only shows its help too much
@@ -83,6 +94,9 @@ class EngineOptions:
         make_policy(self.policy)
         preemption_mode(self.preemption)
         check_bool("enable_prefix_caching", self.enable_prefix_caching)
+        check_bool("draft_forced_tokens", self.draft_forced_tokens)
+        if self.speculative_config is not None:
+            read_speculative_config(self.speculative_config)
         if self.npu_warmup not in NPU_WARMUPS:
             known = " or ".join(map(repr, NPU_WARMUPS))
             raise ValueError(f"npu_warmup={self.npu_warmup!r} is unknown; use {known}")

@@ -131,9 +131,10 @@ class LookAhead(StepRunner):
         schedule = self.plan(started, progressed)
         before = self._launched
         if schedule is None:
-            if before is None or not self.state.batcher.planner.could_preempt():
+            planner = self.state.batcher.planner
+            if before is None or not (planner.could_preempt() or planner.awaits_drafts()):
                 return False
-            self.synchronous[synchronous_steps.BLOCKS] += 1
+            self.synchronous[synchronous_steps.DRAFTS if planner.awaits_drafts() else synchronous_steps.BLOCKS] += 1
             self.settle(progressed)
             return self._run_next(progressed)
         if schedule.copies and before is not None:
@@ -251,7 +252,7 @@ class LookAhead(StepRunner):
         now, last_end = time.perf_counter(), self._last_end
         seconds, self._last_end = now - max(step.launched, last_end), now
         state.model_seconds += seconds
-        state.cost.measure_step(step.scheduled, seconds)
+        state.measure_step(step.scheduled, seconds)
         batcher.block_manager.release_held()
         if self._launched is None:
             batcher.planner.in_flight = frozenset()

@@ -167,6 +167,9 @@ class ModelRunner:
         block_of, offset = np.divmod(positions, size)
         longest = int(lens.max())
         self._reserve(longest)  # the last token may be one that is not known yet
+        drafted = [item for item in scheduled if item.drafts or item.num_filled]
+        for item in drafted:
+            self._write_drafts(item)
         width = -(-longest // size)
         placed = [
             (
@@ -180,7 +183,7 @@ class ModelRunner:
         bounds = np.zeros(len(scheduled) + 1, np.int32)
         bounds[1:] = ends
         asked = ends[plan[:, 3] != 0] - 1
-        if any(map(_is_scored, scheduled)):
+        if drafted or any(map(_is_scored, scheduled)):
             shares = zip(scheduled, ends.tolist(), strict=True)
             asked = np.concatenate([np.arange(end - _num_asked(item), end) for item, end in shares])
         if not len(asked):
@@ -207,6 +210,14 @@ class ModelRunner:
             ),
         )
 
+    def _write_drafts(self, item: ScheduledRequest) -> None:
+        """Put drafts behind the request's tokens, and its newest one into the rows behind them."""
+        row = _row(item.request)
+        first = int(self._num_tokens[row])
+        end = first + len(item.drafts)
+        self._tokens[row, first:end] = item.drafts
+        self._tokens[row, end : end + item.num_filled] = self._tokens[row, first - 1]
+
     def _reserve(self, num_tokens: int) -> None:
         if num_tokens > self._tokens.shape[1]:
             self._tokens = _widened(self._tokens, num_tokens)
@@ -217,7 +228,8 @@ class StepLogits:
     """Logits of a step.
 
     Attributes:
-        sampled: ``[R, vocab_size]``, one row per entry with ``is_last_chunk``, in their order.
+        sampled: ``[R, vocab_size]``, in their order, for each entry with ``is_last_chunk`` the row of its last token,
+            in front of those of its drafts.
         prompts: index of an entry whose prompt is scored → ``[num_tokens, vocab_size]``, its tokens' rows.
     """
 
@@ -232,20 +244,24 @@ def _is_scored(item: ScheduledRequest) -> bool:
 
 
 def _num_asked(item: ScheduledRequest) -> int:
-    return item.num_tokens if _is_scored(item) else int(item.is_last_chunk)
+    return item.num_tokens if _is_scored(item) else _num_sampled(item)
+
+
+def _num_sampled(item: ScheduledRequest) -> int:
+    return 1 + item.num_draft_rows if item.is_last_chunk else 0
 
 
 def _split_logits(logits: torch.Tensor, scheduled: Sequence[ScheduledRequest]) -> StepLogits:
-    sampling = sum(item.is_last_chunk for item in scheduled)
+    sampling = sum(map(_num_sampled, scheduled))
     if not any(map(_is_scored, scheduled)):
         return StepLogits(logits[:sampling], {})
-    prompts, rows, end = {}, [], 0
+    prompts, end = {}, 0
+    rows: list[int] = []
     for i, item in enumerate(scheduled):
         start, end = end, end + _num_asked(item)
         if _is_scored(item):
             prompts[i] = logits[start:end]
-        if item.is_last_chunk:
-            rows.append(end - 1)
+        rows += range(end - _num_sampled(item), end)
     return StepLogits(logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)], prompts)
 
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from ..batching import Batcher, PreemptionCost
+from ..batching import Batcher, PreemptionCost, ScheduledRequest
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
+from ..speculation.drafting import Drafting
 from ..structured.state import GrammarError
 from .model_runner import ModelRunner
 from .step_output import SampledToken
@@ -30,6 +31,7 @@ class EngineState:
         runner: has the rows of those that run, and runs the model.
         cost: estimates the cost of preemption from the durations of steps and copies.
         profiler: gets the marks of the phases of a step.
+        drafting: plans drafts; None: there are none.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
@@ -44,6 +46,7 @@ class EngineState:
     runner: ModelRunner
     cost: PreemptionCost
     profiler: Profiler = field(default_factory=Profiler)
+    drafting: Drafting | None = None
     submissions: dict[str, Submission] = field(default_factory=dict)
     completions: dict[str, Completion] = field(default_factory=dict)
     updated: dict[str, Submission] = field(default_factory=dict)
@@ -61,6 +64,12 @@ class EngineState:
     total_seconds: float = 0.0
     next_id: int = 0
 
+    def measure_step(self, scheduled: Sequence[ScheduledRequest], seconds: float) -> None:
+        """Record the seconds of a step without drafts."""
+        self.cost.measure_step(scheduled, seconds)
+        if self.drafting is not None:
+            self.drafting.lengths.seconds.measure(sum([item.num_tokens for item in scheduled]), seconds)
+
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion; nothing happens if it has ended."""
         request, owner = completion.request, completion.owner
@@ -76,6 +85,8 @@ class EngineState:
         else:  # it follows another
             request.finish_reason, request.error, request.status = reason, error, RequestStatus.FINISHED
         self.runner.remove(request)
+        if self.drafting is not None:
+            self.drafting.finished(request)
         self.completions.pop(request.request_id, None)
         if owner.is_finished:
             self.num_finished[reason] += 1
@@ -137,19 +148,19 @@ class EngineState:
             self.batcher.fork(request, follower.request)
             follower.request.first_scheduled_time = request.first_scheduled_time
         sharing = (completion, *followers)
-        return [each for each, own in zip(sharing, tokens, strict=True) if self._append_until_end(each, own, now)]
+        return [each for each, own in zip(sharing, tokens, strict=True) if self.append_until_end(each, own, now)]
 
-    def _append_until_end(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> bool:
+    def append_until_end(self, completion: Completion, tokens: Sequence[SampledToken], now: float) -> bool:
         """Append tokens up to one that ends the completion; returns whether it goes on behind all of them."""
         request = completion.request
         for place, token in enumerate(tokens):
             if place and request.row is not None:
                 self.runner.append_tokens([request], [tokens[place - 1].token_id])
-            if not self._append_token(completion, token, now):
+            if not self.append_token(completion, token, now):
                 return False
         return True
 
-    def _append_token(self, completion: Completion, token: SampledToken, now: float) -> bool:
+    def append_token(self, completion: Completion, token: SampledToken, now: float) -> bool:
         """Append a token; returns whether the completion goes on."""
         request, owner = completion.request, completion.owner
         if token.error is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from ..requests.request import Request
 from ..sampling.beam_search import Candidates, likely_tokens
 from ..sampling.sampler import Sampler
 from ..structured.state import CANNOT_GO_ON, GrammarState
+from .draft_verification import draw_tokens, first_rows
 from .model_runner import StepLogits
 from .state import EngineState
 from .step_output import SampledToken, SampleTask, StepOutput
@@ -100,36 +102,39 @@ class StepComputer:
     ) -> list[StepOutput]:
         """Choose tokens by the logits of a step; arguments as for ``compute``."""
         sampling = [i for i, item in enumerate(scheduled) if item.is_last_chunk]
-        tokens = iter(self._sample(logits.sampled, [tasks[i].requests for i in sampling]))
-        candidates = iter(self._candidates(logits.sampled, [tasks[i].num_candidates for i in sampling]))
+        draw = partial(self._draw, logits.sampled)
+        items = [scheduled[i] for i in sampling]
+        tokens = iter(draw_tokens(draw, items, [tasks[i].requests for i in sampling]))
+        searched = zip(first_rows(items), [tasks[i].num_candidates for i in sampling], strict=True)
+        candidates = iter(self._candidates(logits.sampled, [(row, count) for row, count in searched if count]))
         outputs = [StepOutput(prompt_logits=logits.prompts.get(i)) for i in range(len(scheduled))]
         for i in sampling:
+            own = next(tokens)
             if tasks[i].num_candidates:
                 likely = next(candidates)
                 outputs[i] = StepOutput(candidates=likely, error=UNUSABLE_LOGITS if likely is None else None)
             else:
-                sampled = tuple((next(tokens),) for _ in tasks[i].requests)
-                outputs[i] = StepOutput(sampled, prompt_logits=outputs[i].prompt_logits)
+                outputs[i] = StepOutput(own, prompt_logits=outputs[i].prompt_logits)
         return outputs
 
-    def _sample(self, logits: Tensor, by_row: Sequence[Sequence[Request]]) -> list[SampledToken]:
-        """A token for each request, in order; row r of the logits is that of ``by_row[r]``."""
-        requests = [request for sharing in by_row for request in sharing]
-        if not requests:
-            return []
-        rows = [row for row, sharing in enumerate(by_row) for _ in sharing]
+    def _draw(self, logits: Tensor, requests: Sequence[Request], rows: Sequence[int]) -> list[SampledToken]:
+        """A token for each request from its row of the logits."""
+        if len(rows) * 2 < len(logits):  # all rows are searched for their likeliest tokens
+            places = {row: place for place, row in enumerate(sorted(set(rows)))}
+            logits = logits[torch.tensor(list(places), device=logits.device)]
+            rows = [places[row] for row in rows]
         drawn = self.sampler.sample(logits, requests, rows)
         tokens = [SampledToken(*pair) for pair in zip(drawn.token_ids, drawn.logprobs, strict=True)]
         for failed in drawn.failed:
             tokens[failed] = SampledToken(error=_no_choice(logits[rows[failed]], requests[failed].grammar))
         return tokens
 
-    def _candidates(self, logits: Tensor, counts: Sequence[int]) -> list[Candidates | None]:
-        """The tokens that may follow each row that is asked for candidates, in order."""
-        rows = [row for row, count in enumerate(counts) if count]
-        if not rows:
+    def _candidates(self, logits: Tensor, counts: Sequence[tuple[int, int]]) -> list[Candidates | None]:
+        """The tokens that may follow rows, as many as beside each of them."""
+        if not counts:
             return []
-        return likely_tokens(logits[torch.tensor(rows, device=logits.device)], [counts[row] for row in rows])
+        rows = torch.tensor([row for row, _ in counts], device=logits.device)
+        return likely_tokens(logits[rows], [count for _, count in counts])
 
 
 def _no_choice(logits: Tensor, grammar: GrammarState | None) -> str:

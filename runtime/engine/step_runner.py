@@ -9,8 +9,10 @@ from ..batching import Schedule, ScheduledRequest
 from ..blocks import CacheCopy
 from ..cache.block_copier import BlockCopier
 from ..profiling.profile import DETOKENIZE, SCHEDULE
+from ..requests.request import Request
 from ..sampling.sampler import Sampler
 from .beam_submission import BeamSubmission
+from .draft_settlement import settle_drafts, settle_states
 from .state import EngineState
 from .step_computer import StepComputer
 from .step_output import SampleTask, StepOutput
@@ -108,6 +110,7 @@ class StepRunner:
         state = self.state
         state.profiler.mark(SCHEDULE)
         tasks = list(map(self.sample_task, scheduled))
+        computing = time.perf_counter()
         try:
             self.copier.start(copies)
             compute = self.computer.compute_one_by_one if one_by_one else self.computer.compute
@@ -115,6 +118,9 @@ class StepRunner:
         finally:
             self.copier.join()
         state.cost.measure_copies(self.copier.copied_bytes, self.copier.seconds)
+        if state.drafting is not None and not copies:
+            given = [len(output.tokens[0]) if output.tokens else 0 for output in outputs]
+            state.drafting.learn(scheduled, given, time.perf_counter() - computing)
         self.update(scheduled, outputs, progressed)
         self.end_step(scheduled, started)
 
@@ -127,7 +133,11 @@ class StepRunner:
         state.step_sizes.count(num_tokens)
         state.profiler.mark(DETOKENIZE)
         state.total_seconds += time.perf_counter() - started
-        decodes = sum(item.num_tokens == 1 and item.start >= item.request.num_prompt_tokens for item in scheduled)
+        decodes = sum(
+            item.num_tokens
+            for item in scheduled
+            if item.num_tokens == 1 + item.num_draft_rows and item.start >= item.request.num_prompt_tokens
+        )
         blocks = state.batcher.block_manager
         state.profiler.end_step(
             num_prefill_tokens=num_tokens - decodes,
@@ -191,6 +201,8 @@ class StepRunner:
         state = self.state
         now = time.perf_counter()
         state.sampled = []
+        if state.batcher.block_manager.has_state:
+            settle_states(state.batcher.block_manager, scheduled, outputs)
         going_on: list[Completion] = []
         for item, output in zip(scheduled, outputs, strict=True):
             request = item.request
@@ -204,6 +216,11 @@ class StepRunner:
             if output.is_spoilt:
                 state.batcher.compute_anew(request)
                 continue
+            if item.num_draft_rows:
+                going_on += settle_drafts(state, completion, item, output.tokens[0], now)
+                progressed.append(completion.owner)
+                self._tell_drafters(request, len(output.tokens[0]))
+                continue
             if was_launched:
                 state.batcher.settle(request, item.start + item.num_tokens, len(output.tokens))
             else:
@@ -215,9 +232,14 @@ class StepRunner:
             if item.is_last_chunk:
                 going_on += self._take_output(completion, output, now)
                 progressed.append(completion.owner)
+                self._tell_drafters(request, 1)
         # Those without a row bring all of their tokens when they get one.
         requests = [completion.request for completion in going_on if completion.request.row is not None]
         state.runner.append_tokens(requests, [request.output_token_ids[-1] for request in requests])
+
+    def _tell_drafters(self, request: Request, count: int) -> None:
+        if self.state.drafting is not None and not request.is_finished:
+            self.state.drafting.settled(request, count)
 
     def _take_output(self, completion: Completion, output: StepOutput, now: float) -> list[Completion]:
         """Give a completion what follows its last token; returns the completions that got a token and go on."""

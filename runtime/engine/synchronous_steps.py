@@ -21,9 +21,10 @@ CANDIDATES: Final = "top_p_candidates"
 SWAP: Final = "swap"
 FAILED: Final = "failed_step"
 BLOCKS: Final = "few_blocks"
+DRAFTS: Final = "drafts"
 
 REASONS: Final = (
-    *(BEAMS, FORK, GRAMMAR, PENALTIES, LOGPROBS, PROMPT_LOGPROBS, RESTART, CANDIDATES, SWAP, FAILED, BLOCKS),
+    *(BEAMS, FORK, GRAMMAR, PENALTIES, LOGPROBS, PROMPT_LOGPROBS, RESTART, CANDIDATES, SWAP, FAILED, BLOCKS, DRAFTS),
 )
 """Reason → its meaning, in ``Engine.stats`` after ``synchronous_steps_``:
 - beam_search: which beams go on follows from the candidates of all.
@@ -37,6 +38,7 @@ REASONS: Final = (
 - swap: blocks are copied to host memory or back while the step runs.
 - failed_step: sequences are computed anew, one by one, after a step has failed.
 - few_blocks: a sequence of the step that runs might have to give up its blocks.
+- drafts: how many of them are accepted says where their sequences go on; and the next step may have drafts.
 """
 
 
@@ -54,6 +56,8 @@ def why_synchronous(
     request, params = item.request, item.request.params
     if params.prompt_logprobs is not None and item.start < request.num_prompt_tokens - 1:
         return PROMPT_LOGPROBS
+    if item.num_draft_rows:
+        return DRAFTS
     if not item.is_last_chunk:
         return None
     if task.num_candidates:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from .asked import After, AskedOutput, read_structured_outputs
@@ -33,6 +34,12 @@ class Grammar:
         vocabulary: whose tokens it speaks of.
         numbers: makes what follows the numbers of its text; None: nothing is known to be JSON.
         warnings: what of a schema is not enforced; empty with ``strict``.
+        spellings: text that it forced → tokens in which the model wrote it last.
+
+    Args:
+        matcher: before the first token.
+        vocabulary, numbers, warnings: the attributes.
+        again: compiles the grammar once more.
     """
 
     def __init__(
@@ -41,17 +48,36 @@ class Grammar:
         vocabulary: Vocabulary,
         numbers: Callable[[], NumberLengths] | None,
         warnings: tuple[str, ...],
+        again: Callable[[], Any],
     ) -> None:
         self._matcher = matcher
+        self._again = again
+        self._scout: Any = None
+        self._may_scout = True
         self._lock = threading.Lock()
         self.vocabulary = vocabulary
         self.numbers = numbers
         self.warnings = warnings
+        self.spellings: dict[bytes, tuple[int, ...]] = {}
 
     def matcher(self) -> Any:
         """A matcher of its own, before the first token."""
         with self._lock:
             return self._matcher.deep_copy()
+
+    def scout(self) -> Any:
+        """A matcher of its own that may look far ahead, before the first token; None once that took too much work.
+
+        Matchers share what they find out of a grammar, which is limited. So these are copies of another one.
+        """
+        with self._lock:
+            if self._scout is None and self._may_scout:
+                self._scout = self._again()
+            return self._scout.deep_copy() if self._may_scout else None
+
+    def stop_scouting(self) -> None:
+        """Note that to look ahead takes too much work."""
+        self._may_scout, self._scout = False, None
 
     def start(self, after: After | None = None, stop_token_ids: Sequence[int] = ()) -> GrammarState:
         """The state of one completion, before its first token; arguments as ``GrammarState``'s."""
@@ -117,9 +143,11 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     source = GrammarSource(name, asked)
     if source.problems and asked.strict:
         raise ValueError(f"{name} cannot be enforced: {source.problems[0]}; change it, or use strict=False")
-    matcher = _matcher(source.written(lenient=bool(source.problems)), vocabulary)
+    written = source.written(lenient=bool(source.problems))
+    matcher = _matcher(written, vocabulary)
     if matcher.is_error() and not asked.strict:
-        matcher = _matcher(source.written(lenient=True), vocabulary)
+        written = source.written(lenient=True)
+        matcher = _matcher(written, vocabulary)
     error = matcher.get_error() or _first_steps(name, matcher.deep_copy())
     if error:
         remedy = ", or use strict=False" if asked.strict and asked.kind in ("json", "structural_tag") else ""
@@ -127,7 +155,7 @@ def _compile(asked: AskedOutput, vocabulary: Vocabulary) -> Grammar:
     if source.numbers is not None:
         vocabulary.without_digits(0)  # a look at all tokens, which no step should have to wait for
     warnings = (*matcher.get_grammar_warnings(), *source.problems)
-    return Grammar(matcher, vocabulary, source.numbers, warnings)
+    return Grammar(matcher, vocabulary, source.numbers, warnings, partial(_matcher, written, vocabulary))
 
 
 def _first_steps(name: str, matcher: Any) -> str:

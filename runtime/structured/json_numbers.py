@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Protocol
 
 from .vocabulary import MAX_DIGITS, MAX_EXPONENT_DIGITS
@@ -22,6 +23,10 @@ class NumberLengths(Protocol):
         """Digits that may follow; None for any number of them."""
         ...
 
+    def copy(self) -> NumberLengths:
+        """One that goes on from here by itself."""
+        ...
+
 
 class JsonNumbers:
     """Counts the digits in a row at the end of JSON text; those within its strings do not count."""
@@ -31,6 +36,10 @@ class JsonNumbers:
     def __init__(self) -> None:
         self._in_string = self._is_escaped = self._in_exponent = False
         self._run = 0
+
+    def copy(self) -> JsonNumbers:
+        """One that goes on from here by itself."""
+        return copy.copy(self)
 
     @property
     def in_string(self) -> bool:

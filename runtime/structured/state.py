@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .asked import After
@@ -13,6 +14,13 @@ if TYPE_CHECKING:
 
 CANNOT_GO_ON = "the grammar of structured_outputs cannot continue"
 """Every error of a grammar under way begins with it: the fault is the request's."""
+
+
+MAX_SPELLED = 4096
+"""Texts that a grammar forced whose tokens it keeps."""
+_MARK = b"\xff"
+_LONG_TOKEN = 32
+"""Bytes; few tokens are longer."""
 
 
 class GrammarError(RuntimeError):
@@ -38,9 +46,15 @@ class GrammarState:
     """
 
     __slots__ = (
+        "_begun",
+        "_behind",
+        "_forced",
         "_ids",
+        "_num_consumed",
         "_num_seen",
         "_numbers",
+        "_scout",
+        "_spelling",
         "_tail",
         "_texts",
         "ended_in_text",
@@ -65,6 +79,11 @@ class GrammarState:
         self._numbers = None if self.grammar.numbers is None else self.grammar.numbers()
         self._tail: bytes | tuple[int, ...] = b"" if self._texts else ()
         self._num_seen = 0  # of the texts
+        self._num_consumed = 0  # tokens that the matcher has
+        self._forced = self._begun = b""  # what is known to come next; with what has come of it
+        self._spelling: tuple[int, ...] = ()  # of the latter
+        self._scout: Any = None  # finds that out
+        self._behind: list[int] = []  # tokens that it does not have yet
         self.is_waiting = bool(self._texts or self._ids)
         self.is_finished = self.ended_in_text = False
         self.error: str | None = None
@@ -86,12 +105,28 @@ class GrammarState:
         vocabulary = self.grammar.vocabulary
         if not self.matcher.consume_token(token):
             raise GrammarError(self.trouble())
+        self._num_consumed += 1
+        self._behind.append(token)
+        text = vocabulary.token_bytes(token)
+        if self._forced:
+            self._spell(token, text)
         if self._numbers is not None:
-            self._numbers.feed(vocabulary.token_bytes(token))
+            self._numbers.feed(text)
         if self.matcher.is_stopped():
             self.is_finished = True
             self.ended_in_text = token not in vocabulary.eos_token_ids
         return self.is_finished
+
+    def _spell(self, token: int, text: bytes) -> None:
+        """Note a token in which a part of the forced text is written."""
+        is_part = self._forced.startswith(text)
+        self._forced = self._forced[len(text) :] if is_part else b""
+        self._spelling += (token,) if is_part else ()
+        if not self._forced:
+            spellings = self.grammar.spellings
+            if len(spellings) >= MAX_SPELLED:
+                spellings.clear()
+            spellings[self._begun] = self._spelling
 
     def restore(self, tokens: Sequence[int]) -> None:
         """Return to where the completion has these tokens, from wherever an interrupted call left this.
@@ -102,6 +137,88 @@ class GrammarState:
         self._begin()
         for token in tokens:
             self.consume(token)
+
+    @contextmanager
+    def trial(self, settled: Sequence[int]) -> Iterator[None]:
+        """Return to the present state at the end of the ``with`` block, whatever was consumed in it.
+
+        Args:
+            settled: tokens of the completion now.
+        """
+        numbers = None if self._numbers is None else self._numbers.copy()
+        before = [getattr(self, name) for name in _OF_A_TRIAL]
+        count, num_behind = self._num_consumed, len(self._behind)
+        try:
+            yield
+        finally:
+            excess = self._num_consumed - count
+            if self.matcher.is_error() or (excess and not self.matcher.rollback(excess)):
+                self._restore_or_fail(settled)
+            else:
+                del self._behind[num_behind:]
+            for name, value in zip(_OF_A_TRIAL, before, strict=True):
+                setattr(self, name, value)
+            self._numbers, self._num_consumed = numbers, count
+
+    def _restore_or_fail(self, settled: Sequence[int]) -> None:
+        """As ``restore``; where that takes too much work, the next mask finds the error."""
+        try:
+            self.restore(settled)
+        except GrammarError:
+            return
+
+    def num_allowed(self, tokens: Sequence[int], settled: Sequence[int]) -> int:
+        """Return how many of the ``tokens`` may come, one after the other; ``settled`` are those that came.
+
+        All may that come while the grammar waits for its text to begin: what they begin it with is not looked at.
+        """
+        if self.is_finished or self.error is not None:
+            return 0
+        if not self.is_waiting:
+            return int(self.matcher.validate_tokens(list(tokens)))
+        count = 0
+        with self.trial(settled):
+            for token in tokens:
+                if self.is_waiting:
+                    if not _holds(self.waiting_mask, token):
+                        break
+                elif self.is_finished or not self.matcher.validate_tokens([token]):
+                    break
+                try:
+                    self.consume(token)
+                except GrammarError:
+                    break
+                count += 1
+        return count
+
+    def forced_tokens(self, most: int) -> list[int]:
+        """Return the first ``most`` tokens of the only text that may come next; none where several may."""
+        if self.is_waiting or self.is_finished or self.error is not None:
+            return []
+        if not self._forced:
+            self._forced = self._begun = self._look_ahead()
+            self._spelling = ()
+        known = self.grammar.spellings.get(self._begun, ())
+        if len(known) > len(self._spelling) and known[: len(self._spelling)] == self._spelling:
+            return list(known[len(self._spelling) :][:most])
+        text = self._forced[: most * _LONG_TOKEN]
+        return self.grammar.vocabulary.spelled(text)[:most] if text else []
+
+    def _look_ahead(self) -> bytes:
+        """The only text that may come next."""
+        if self._scout is None:
+            self._scout = self.grammar.scout()
+        if self._scout is None:
+            return b""
+        behind, self._behind = self._behind, []
+        self._scout.consume_tokens(behind)
+        ahead = self._scout.deep_copy()  # it goes to the end of that text
+        text = ahead.compute_ff_bytes()
+        if ahead.is_error() or self._scout.is_error():
+            self.grammar.stop_scouting()
+            self._scout = None
+        # A byte that is in no text marks a token that the grammar names.
+        return bytes(text).partition(_MARK)[0]
 
     def trouble(self) -> str:
         """Why the matcher cannot go on."""
@@ -142,6 +259,25 @@ class GrammarState:
             self._num_seen += 1
             self.is_waiting = self._num_seen < len(self._texts)
         self._begin_with(tail.lstrip())
+
+
+_OF_A_TRIAL = (
+    "_tail",
+    "_num_seen",
+    "_forced",
+    "_begun",
+    "_spelling",
+    "is_waiting",
+    "is_finished",
+    "ended_in_text",
+    "error",
+)
+"""What a trial leaves as it was, besides the matcher and the numbers."""
+
+
+def _holds(mask: Mask | None, token: int) -> bool:
+    """Whether a mask allows a token."""
+    return mask is not None and token // 32 < len(mask) and bool(mask[token // 32] >> (token % 32) & 1)
 
 
 def _texts_and_ids(after: After | None) -> tuple[tuple[bytes, ...], tuple[int, ...]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from .json_numbers import JsonNumbers
@@ -90,6 +91,12 @@ class TagNumbers:
                 return
             self._places = [after for place in self._places for after in self._step(place, byte)]
             self._is_lost = not 0 < len(self._places) <= _MAX_READINGS
+
+    def copy(self) -> TagNumbers:
+        """One that goes on from here by itself."""
+        other = copy.copy(self)
+        other._places = [replace(place, value=copy.deepcopy(place.value)) for place in self._places]
+        return other
 
     @property
     def digits_left(self) -> int | None:

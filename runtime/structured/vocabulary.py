@@ -26,6 +26,9 @@ MAX_DIGITS = 20
 MAX_EXPONENT_DIGITS = 2
 
 
+MAX_SPELLED = 4096
+"""Texts of a vocabulary that grammars forced, with their tokens."""
+
 MAX_KEPT = 256
 """Grammars of a vocabulary."""
 MAX_KEPT_BYTES = 2**19
@@ -83,6 +86,14 @@ class _Tokens:
     @cached_property
     def _longest(self) -> int:
         return max(map(len, self._ordinary), default=0)
+
+    def are_ordinary(self, tokens: Collection[int]) -> bool:
+        """Return True if all are part of texts."""
+        return self._special.isdisjoint(tokens)
+
+    @cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(self.special_token_ids)
 
     def __call__(self, text: str | bytes) -> list[int]:
         """Ordinary tokens that spell a text, long ones first; bytes that no token begins with are passed over."""
@@ -145,6 +156,8 @@ class Vocabulary:
         self.kept = Kept()
         """Compiled grammars."""
         self._digits: dict[int, Mask] = {}
+        self._spelled: dict[bytes, list[int]] = {}
+        self._backend = tokenizer.backend_tokenizer
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for, its name if it is special."""
@@ -153,6 +166,18 @@ class Vocabulary:
     def tokens_of(self, text: bytes) -> list[int]:
         """Ordinary tokens that stand for these bytes, long ones first."""
         return self._tokens(text)
+
+    def spelled(self, text: bytes) -> list[int]:
+        """Return the ordinary tokens in which the tokenizer spells a text, as far as it is known to."""
+        found = self._spelled.get(text)
+        if found is None:
+            found = self._encode(text.decode("utf-8", "ignore"))
+            if b"".join(map(self.token_bytes, found)) != text or not self._tokens.are_ordinary(found):
+                found = self.tokens_of(text)
+            if len(self._spelled) >= MAX_SPELLED:
+                self._spelled.clear()
+            self._spelled[text] = found
+        return found
 
     @cached_property
     def not_eos(self) -> Mask:
@@ -177,6 +202,9 @@ class Vocabulary:
         for token in token_ids:
             mask[token // 32] |= np.uint32(1 << token % 32)
         return mask
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     @cached_property
     def _leading_digits(self) -> npt.NDArray[np.uint8]:

@@ -6,15 +6,25 @@ another name than its own prefix's would have got wrong numbers.
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from torch_pagoda.runtime.batching import Batcher, Schedule
+from torch_pagoda.runtime.batching.schedule import Plan, ScheduledRequest
 from torch_pagoda.runtime.blocks import NULL_BLOCK, BlockManager, CacheCopy
+from torch_pagoda.runtime.engine.draft_settlement import settle_drafts, settle_states
+from torch_pagoda.runtime.engine.step_output import SampledToken, StepOutput
 from torch_pagoda.runtime.requests.request import Request, RequestStatus
+from torch_pagoda.runtime.speculation.drafting import Drafting
 
 EMPTY = 0
 """What a slot holds that was never written."""
+
+JUNK = 77
+"""Token of filled rows."""
 
 SPOILT = -1
 """What a slot holds that a failed step has written to."""
@@ -143,6 +153,18 @@ class SimulatedEngine:
         self._names: dict[Request, list[int]] = {}  # of the computed tokens
         self._late: list[CacheCopy] = []
 
+    def draft(self, right: float, length: int = 3) -> None:
+        """Plan drafts, a share of which is ``right``; ``length`` in each step."""
+        self.drafting = CheckedDrafting(
+            [SimulatedDrafter(self, right)],
+            self.batcher,
+            most=7,
+            vocab_size=self.vocabulary,
+            is_beam=self.pausing.__contains__,
+        )
+        self.drafting.lengths.choose = lambda *given: length  # type: ignore[method-assign]
+        self.batcher.planner.drafting = self.drafting
+
     def step(self, overlapped: str = "after", *, fails: bool = False) -> Schedule:
         """Plan a step and run it.
 
@@ -235,8 +257,11 @@ class SimulatedEngine:
 
     def next_token(self, request: Request) -> int:
         """The model: a function of all tokens so far."""
-        tokens = bytes(int(token) % 256 for token in request.tokens(0, request.num_tokens))
-        return zlib.crc32(tokens) % self.vocabulary
+        return self.token_after(request.tokens(0, request.num_tokens))
+
+    def token_after(self, tokens: Iterable[int]) -> int:
+        """The model's next token."""
+        return zlib.crc32(bytes(int(token) % 256 for token in tokens)) % self.vocabulary
 
     def _plan(self) -> Schedule:
         batcher = self.batcher
@@ -273,7 +298,7 @@ class SimulatedEngine:
             request = item.request
             assert request.status is RequestStatus.RUNNING and item.num_tokens >= 1
             assert item.start == request.num_computed_tokens
-            end = item.start + item.num_tokens
+            end = item.start + item.num_tokens - item.num_draft_rows
             assert end <= request.num_tokens and item.is_last_chunk == (end == request.num_tokens)
             names = self._names.setdefault(request, [])
             if len(names) < item.start:
@@ -290,9 +315,10 @@ class SimulatedEngine:
 
     def _compute(self, schedule: Schedule) -> None:
         for item in schedule.requests:
-            request, end = item.request, item.start + item.num_tokens
+            request, end = item.request, item.start + item.num_tokens - item.num_draft_rows
             names = self._names[request][: item.start]
-            names = self.prefixes.extended(names, request.tokens(item.start, end), request.cache_salt)
+            tokens = [*request.tokens(item.start, end), *item.drafts, *[JUNK] * item.num_filled]
+            names = self.prefixes.extended(names, tokens, request.cache_salt)
             self._names[request] = names
             self.cache.write(self._tables[request.request_id], names, item.start)
         for item in schedule.requests:
@@ -324,8 +350,15 @@ class SimulatedEngine:
                     assert self.cache.state_is(tables[-1][0] if slot is None else slot, names[-1])
 
     def _settle(self, schedule: Schedule) -> None:
+        drawn = {item.request: self._drawn(item) for item in schedule.requests if item.num_draft_rows}
+        if self.batcher.block_manager.has_state:
+            outputs = [StepOutput((drawn.get(item.request, ()),)) for item in schedule.requests]
+            settle_states(self.batcher.block_manager, schedule.requests, outputs)
         for item in schedule.requests:
             request = item.request
+            if item.num_draft_rows:
+                self._settle_drafts(item, drawn[request])
+                continue
             self.batcher.advance(request, item.num_tokens)
             if item.is_last_chunk and request in self.pausing:
                 self.batcher.pause(request)
@@ -335,8 +368,74 @@ class SimulatedEngine:
         stats = self.batcher.stats()
         assert stats["blocks_used"] + stats["blocks_cached"] + stats["blocks_free"] == stats["blocks_total"]
 
-    def _sample(self, request: Request) -> None:
-        request.output_token_ids.append(self.next_token(request))
+    def _drawn(self, item: ScheduledRequest) -> tuple[SampledToken, ...]:
+        request, tokens = item.request, [self.next_token(item.request)]
+        for draft in item.drafts:
+            if tokens[-1] != draft:
+                break
+            tokens.append(self.token_after([*request.tokens(0, request.num_tokens), *tokens]))
+        return tuple(map(SampledToken, tokens))
+
+    def _settle_drafts(self, item: ScheduledRequest, tokens: Sequence[SampledToken]) -> None:
+        request = item.request
+        state: Any = SimpleNamespace(
+            batcher=self.batcher,
+            runner=SimpleNamespace(append_tokens=lambda requests, ids: None),
+            append_token=lambda completion, token, now: self._append(request, token.token_id),
+            append_until_end=lambda completion, given, now: all(
+                self._append(request, token.token_id) for token in given
+            ),
+        )
+        completion: Any = SimpleNamespace(request=request)
+        settle_drafts(state, completion, item, tokens, self.now)
+        if request in self._names:
+            self._names[request] = self._names[request][: request.num_computed_tokens]
+
+    def _append(self, request: Request, token: int) -> bool:
+        """Append a token; returns whether the request goes on."""
+        request.output_token_ids.append(token)
         longest = min(request.num_prompt_tokens + request.params.max_tokens, self.batcher.max_model_len)
         if request.num_tokens >= longest:
             self.finish(request, "length")
+        return not request.is_finished
+
+    def _sample(self, request: Request) -> None:
+        self._append(request, self.next_token(request))
+
+
+class SimulatedDrafter:
+    """Knows what the model gives, and says so in a share of cases."""
+
+    name = "simulated"
+    expected = 0.9
+
+    def __init__(self, engine: SimulatedEngine, right: float) -> None:
+        self.engine, self.right, self.draws = engine, right, random.Random(0)
+
+    def propose(self, request: Request, most: int) -> list[int]:
+        tokens = list(request.tokens(0, request.num_tokens))
+        for _ in range(self.draws.randint(0, most)):
+            tokens.append(self.engine.token_after(tokens))
+            if self.draws.random() >= self.right:
+                tokens[-1] = (tokens[-1] + 1) % self.engine.vocabulary
+        return tokens[request.num_tokens :]
+
+    def settled(self, request: Request, tokens: Sequence[int]) -> None:
+        pass
+
+    def finished(self, request: Request) -> None:
+        pass
+
+
+class CheckedDrafting(Drafting):
+    """Asserts that nobody loses anything for a draft."""
+
+    def extend(self, plan: Plan) -> None:
+        def held() -> Any:
+            pools = self.batcher.block_manager.pools
+            return self.batcher.num_preemptions, [(pool.evictions, pool.num_cached) for pool in pools]
+
+        before, budget = held(), plan.budget
+        super().extend(plan)
+        assert held() == before, "somebody gave something up for a draft"
+        assert 0 <= plan.budget <= budget

@@ -50,6 +50,7 @@ GIVEN: dict[str, Any] = {
     **{"static_decode": True, "npu_options": {"ge_config.enable_single_stream": True}, "schedule": {"streams": True}},
     "pipeline_parallel_size": 2,
     **{"expert_parallel_size": 1, "enable_expert_parallel": False},
+    **{"speculative_config": {"method": "suffix"}, "draft_forced_tokens": False},
     **{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "worker_restarts": 1},
     **{"step_timeout": 20.0},
 }

@@ -22,7 +22,11 @@ ENGINE_PANELS = (
         "expert_parallel_size enable_expert_parallel worker_restarts step_timeout max_num_seqs "
         "max_num_batched_tokens max_model_len",
     ),
-    ("Scheduling", "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup"),
+    (
+        "Scheduling",
+        "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup "
+        "speculative_config draft_forced_tokens",
+    ),
     ("Compiler", "verify codegen npu_options static_decode schedule skip_pass only_pass"),
     ("", "trust_remote_code"),
 )

@@ -67,11 +67,24 @@ class BatcherMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(PREEMPTIONS),
         caching=st.booleans(),
         max_queue=st.sampled_from([None, None, 3]),
+        right=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        length=st.sampled_from([1, 3, 7]),
     )
-    def start(self, groups: str, policy: str, preemption: str, caching: bool, max_queue: int | None) -> None:
+    def start(
+        self,
+        groups: str,
+        policy: str,
+        preemption: str,
+        caching: bool,
+        max_queue: int | None,
+        right: float | None,
+        length: int,
+    ) -> None:
         snapshots.WORTH = 8  # type: ignore[misc]  # prompts are short here
         self.engine = make_engine(GROUPS[groups], policy, preemption, caching=caching, max_queue=max_queue)
         self.batcher = self.engine.batcher
+        if right is not None:  # drafts, so many of which are right
+            self.engine.draft(right, length)
         self.requests: list[Request] = []
 
     def request(self, tokens: list[int], **options: object) -> Request:
@@ -232,6 +245,9 @@ class BatcherMachine(RuleBasedStateMachine):
         assert not manager.leaks(())
         for request in self.requests:
             assert request.is_finished
+            prompt, output = list(request.prompt_token_ids), request.output_token_ids
+            for i, token in enumerate(output):
+                assert token == self.engine.token_after([*prompt, *output[:i]]), "not what steps of one token give"
             if request.finish_reason == "length":
                 full = request.num_output_tokens == request.params.max_tokens
                 assert full or request.num_tokens == MAX_MODEL_LEN

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import toy_ranks
+from drafters import Oracle, draft
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.parallel.leader import LeaderProgram
@@ -38,3 +39,14 @@ def test_tokens_are_those_of_one_process(leader, ahead):
     outputs = engine(leader, async_scheduling=ahead).generate(PROMPTS, GREEDY)
     for prompt, output in zip(PROMPTS, outputs, strict=True):
         assert list(output.outputs[0].token_ids) == whole.dense_greedy(prompt, 12)
+
+
+def test_drafts_of_the_leader_are_rows_of_all_ranks(leader):
+    whole = ToyProgram(windows=WINDOWS, dtype=torch.float64)
+    answers = {(tuple(prompt), None): whole.dense_greedy(prompt, 24) for prompt in PROMPTS}
+    served = engine(leader)
+    draft(served, Oracle(answers, 0.8, VOCAB), 3)
+    for prompt, output in zip(PROMPTS, served.generate(PROMPTS, GREEDY), strict=True):
+        assert list(output.outputs[0].token_ids) == answers[tuple(prompt), None][:12]
+    assert served.stats()["spec_decode_num_accepted_tokens"]
+    assert served.stats()["ranks"] == 2

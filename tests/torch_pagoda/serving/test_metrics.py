@@ -182,6 +182,23 @@ def test_ranks_are_counted_where_there_are_several():
     assert not [name for name, _ in values(served(**toy_engine().stats())) if "rank" in name]
 
 
+def test_drafts_are_counted_by_vllms_names():
+    figures = {"spec_decode_num_drafts": 3, "spec_decode_num_draft_tokens": 9, "spec_decode_num_accepted_tokens": 5}
+    places = {f"spec_decode_num_accepted_tokens_pos_{i}": count for i, count in enumerate([3, 2, 0, 0, 0, 0, 0])}
+    found = values(served(**figures, **places))
+    drafts = {
+        (name, dict(labels).get("position")): amount for (name, labels), amount in found.items() if "spec_" in name
+    }
+    assert drafts.pop(("vllm:spec_decode_num_drafts_total", None)) == 3
+    assert drafts.pop(("vllm:spec_decode_num_draft_tokens_total", None)) == 9
+    assert drafts.pop(("vllm:spec_decode_num_accepted_tokens_total", None)) == 5
+    by_place = [drafts.pop(("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i))) for i in range(7)]
+    assert by_place == [3, 2, 0, 0, 0, 0, 0] and not drafts
+    assert not [
+        name for name, _ in values(served(**toy_engine(draft_forced_tokens=False).stats())) if "spec_" in name
+    ]
+
+
 def test_slots_of_states_are_gauges_of_models_that_have_them():
     engine = toy_engine(ToyStateProgram(), max_num_seqs=4)
 

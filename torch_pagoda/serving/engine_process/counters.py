@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from ...runtime.engine.step_sizes import FIGURES
 from ...runtime.engine.synchronous_steps import REASONS
+from ...runtime.speculation.drafting import ACCEPTED_BY_PLACE, LIMITS
 
 COUNTERS = frozenset(
     {
@@ -17,6 +18,10 @@ COUNTERS = frozenset(
         *FIGURES.values(),
         *("steps_ahead", "rank_restarts", "collective_seconds"),
         *(f"synchronous_steps_{reason}" for reason in REASONS),
+        *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+        *ACCEPTED_BY_PLACE,
+        *("draft_rows_filled", "drafters_failed"),
+        *(f"undrafted_{reason}" for reason in LIMITS),
     }
 )
 """Keys of ``Engine.stats`` that only grow."""

@@ -14,6 +14,7 @@ from prometheus_client.core import (
 )
 
 from ...runtime.engine.step_sizes import FIGURES
+from ...runtime.speculation.drafting import ACCEPTED_BY_PLACE
 from .histogram import Histogram
 
 MetricsPrefix = Literal["both", "vllm", "pagoda"]
@@ -35,6 +36,12 @@ _COUNTERS = {
     "num_preemptions": ("preemptions", "Preemptions of sequences."),
     "prefix_cache_queries": ("prefix_query_tokens", "Tokens looked up in the prefix cache."),
     "prefix_cache_hits": ("prefix_hit_tokens", "Tokens found in the prefix cache."),
+}
+
+_DRAFT_COUNTERS = {
+    "spec_decode_num_drafts": ("spec_decode_num_drafts", "Drafts that steps verified."),
+    "spec_decode_num_draft_tokens": ("spec_decode_num_draft_tokens", "Tokens of these drafts."),
+    "spec_decode_num_accepted_tokens": ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
 }
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
@@ -86,6 +93,7 @@ def _engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
     buckets.append(("+Inf", float(stats.get("steps", 0))))
     steps.add_metric(tuple(labels.values()), buckets, float(stats.get("computed_tokens", 0)))
     yield steps
+    yield from _draft_families(stats, labels)
     config = {
         **labels,
         "block_size": str(int(stats.get("block_size", 0))),
@@ -93,6 +101,17 @@ def _engine_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
         "num_cpu_blocks": str(int(stats.get("host_blocks_total", 0))),
     }
     yield labeled(GaugeMetricFamily, "vllm:cache_config_info", "Configuration of the KV cache.", [(config, 1)])
+
+
+def _draft_families(stats: Stats, labels: Labels) -> Iterable[Metric]:
+    """Families of drafts; none where nothing drafts."""
+    if "spec_decode_num_drafts" not in stats:
+        return
+    for name, (key, text) in _DRAFT_COUNTERS.items():
+        yield labeled(CounterMetricFamily, f"vllm:{name}", text, [(labels, stats.get(key, 0))])
+    by_place = [({**labels, "position": str(i)}, stats.get(key, 0)) for i, key in enumerate(ACCEPTED_BY_PLACE)]
+    text = "Accepted draft tokens by their position in the draft."
+    yield labeled(CounterMetricFamily, "vllm:spec_decode_num_accepted_tokens_per_pos", text, by_place)
 
 
 def own_families(stats: Stats) -> Iterable[Metric]:

@@ -65,7 +65,8 @@ def request_options(body: GenerationBody, settings: Settings, key_name: str | No
     Raises:
         ApiError: 400.
     """
-    options: dict[str, Any] = {"client": body.user or key_name or ""}
+    # Users of different keys are different clients: nobody sees what drafts the other's answers make.
+    options: dict[str, Any] = {"client": "\0".join(name for name in (key_name, body.user) if name)}
     if body.priority is not None:
         if abs(body.priority) > MAX_PRIORITY:
             refuse("priority", f"priority={body.priority} is out of range; use {-MAX_PRIORITY} to {MAX_PRIORITY}")

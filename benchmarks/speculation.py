@@ -1,0 +1,277 @@
+"""Speculative decoding: speed with and without drafts, sides in turns, and what acceptance and costs predict.
+
+    python benchmarks/speculation.py examples/tiny-pydoc --methods none,wrong,ngram,suffix --streams 1,8,32
+    python benchmarks/speculation.py examples/tiny-pydoc --parts forced,recorded,repeated --rounds 3
+
+Parts:
+
+- ``methods``: held-out text continued greedily with each method, ``wrong`` being a drafter that is always wrong.
+- ``recorded``: recorded answers as drafts of one stream, 0.7 of them right: measured beside predicted.
+- ``repeated``: requests that come again, with the suffix tree: steps.
+- ``forced``: a schema of ten fields: steps and seconds with and without ``draft_forced_tokens``.
+
+Only ratios of one run count; a machine with other load needs more ``--rounds``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+
+from drafters import Oracle, draft
+
+import torch_pagoda as pagoda
+from torch_pagoda.runtime.requests.outputs import RequestOutput
+
+TEXT = Path(__file__).resolve().parent.parent / "README.md"
+FIELDS = [
+    *("first_name", "family_name", "date_of_birth", "place_of_birth", "nationality"),
+    *("street_address", "postal_code", "city_of_residence", "telephone_number", "mail_address"),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {name: {"enum": ["yes", "no", "unknown"]} for name in FIELDS},
+    "required": FIELDS,
+    "additionalProperties": False,
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "wrong": {},
+    "ngram": {
+        "speculative_config": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
+    },
+    "suffix": {"speculative_config": {"method": "suffix"}},
+}
+
+
+class Side:
+    """A model with one way of drafting."""
+
+    def __init__(self, name: str, given: argparse.Namespace, **options: Any) -> None:
+        self.name = name
+        self.clock = time.process_time if given.clock == "cpu" else time.perf_counter
+        self.llm = pagoda.LLM(
+            given.model,
+            dtype=given.dtype,
+            quantization=given.quantization,
+            batch_invariant=given.batch_invariant,
+            max_num_seqs=max(given.streams),
+            **{"draft_forced_tokens": False, **METHODS.get(name, {}), **options},
+        )
+        if name == "wrong":
+            draft(self.llm, Oracle({}, 0.0, self.llm.program.vocab_size), None)
+        self.seconds: list[float] = []
+        self.before: dict[str, float] = {}
+        self.mark()
+
+    def run(self, prompts: Sequence[Any], params: pagoda.SamplingParams) -> list[RequestOutput]:
+        """Generate, and note the seconds."""
+        started = self.clock()
+        outputs = self.llm.generate(prompts, params)
+        self.seconds.append(self.clock() - started)
+        return outputs
+
+    def mark(self) -> None:
+        """Begin to count."""
+        self.seconds = []
+        self.before = {**self.llm.stats(), **replays(self.llm)}
+
+    def since(self, name: str) -> float:
+        """Growth of a figure since the mark."""
+        return {**self.llm.stats(), **replays(self.llm)}.get(name, 0) - self.before.get(name, 0)
+
+    @property
+    def drafting(self) -> Any:
+        """What plans its drafts."""
+        return self.llm._core.state.drafting
+
+
+def replays(llm: pagoda.LLM) -> dict[str, float]:
+    """Steps that were replayed from records, and all that could be."""
+    steps = recorded_steps(llm)
+    return {} if steps is None else {"replayed": steps.replayed, "asked": steps.asked}
+
+
+def recorded_steps(llm: pagoda.LLM) -> Any:
+    """The counter around the program's records, put there on first use."""
+    from torch_pagoda.compiler.targets.cpu import recorded_step
+
+    if not hasattr(recorded_step, "counted"):
+        recorded_step.counted = Counted()  # type: ignore[attr-defined]
+        run, replay = recorded_step.RecordedSteps.__call__, recorded_step._Step.replay
+        counted = recorded_step.counted  # type: ignore[attr-defined]
+
+        def counting_run(self: Any, args: Any) -> Any:
+            counted.asked += 1
+            return run(self, args)
+
+        def counting_replay(self: Any, args: Any) -> Any:
+            counted.replayed += 1
+            return replay(self, args)
+
+        recorded_step.RecordedSteps.__call__ = counting_run  # type: ignore[method-assign]
+        recorded_step._Step.replay = counting_replay  # type: ignore[method-assign]
+    return recorded_step.counted  # type: ignore[attr-defined]
+
+
+class Counted:
+    """Calls of recorded steps in this process."""
+
+    asked = 0
+    replayed = 0
+
+
+def held_out(llm: pagoda.LLM, count: int, length: int) -> list[list[int]]:
+    """Prompts cut out of a text that no model of ours was trained on."""
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer(TEXT.read_text("utf-8"), add_special_tokens=False).input_ids
+    return [ids[i * length : (i + 1) * length] for i in range(count) if len(ids) >= (i + 1) * length] or [
+        ids[:length]
+    ]
+
+
+def measure_methods(given: argparse.Namespace) -> None:
+    """Continue held-out text."""
+    sides = [Side(name, given) for name in given.methods]
+    params = pagoda.SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
+    for streams in given.streams:
+        rounds = held_out(sides[0].llm, streams * (given.rounds + 1), given.prompt)
+        tokens: dict[str, list[Any]] = {side.name: [] for side in sides}
+        ratios: dict[str, list[float]] = {side.name: [] for side in sides}
+        counted = {side.name: [0.0, 0.0] for side in sides}
+        for number in range(given.rounds + 1):
+            prompts = [rounds[(number * streams + i) % len(rounds)] for i in range(streams)]
+            order = sides if number % 2 else sides[::-1]
+            for side in order:
+                if number == 1:
+                    side.mark()
+                before = side.since("replayed"), side.since("asked")
+                outputs = side.run(prompts, params)
+                counted[side.name][0] += side.since("replayed") - before[0]
+                counted[side.name][1] += side.since("asked") - before[1]
+                tokens[side.name].append([list(o.outputs[0].token_ids) for o in outputs])
+            if number:
+                none = sides[0].seconds[-1]
+                for side in sides:
+                    ratios[side.name].append(none / side.seconds[-1])
+        for side in sides:
+            drafts = side.since("spec_decode_num_draft_tokens")
+            accepted = side.since("spec_decode_num_accepted_tokens")
+            share = counted[side.name][0] / max(counted[side.name][1], 1)
+            print(
+                f"streams {streams:2}  {side.name:7} {statistics.median(ratios[side.name]):6.3f} x none  "
+                f"steps {side.since('steps'):6.0f}  drafted {drafts:6.0f}  accepted {accepted:6.0f}  "
+                f"replayed {share:5.1%}  tokens equal: {tokens[side.name] == tokens[sides[0].name]}",
+                flush=True,
+            )
+
+
+def measure_recorded(given: argparse.Namespace) -> None:
+    """Recorded answers as drafts of one stream."""
+    plain, drafted = Side("none", given), Side("recorded", given)
+    params = pagoda.SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
+    prompts = held_out(plain.llm, 4, given.prompt)
+    answers = {
+        (tuple(p), None): o.outputs[0].token_ids for p, o in zip(prompts, plain.run(prompts, params), strict=True)
+    }
+    drafting = draft(drafted.llm, Oracle(answers, given.right, plain.llm.program.vocab_size), None)
+    speeds: list[float] = []
+    lengths: list[int] = []
+    num_equal = 0
+    choose = drafting.lengths.choose
+    drafting.lengths.choose = lambda *a: lengths.append(choose(*a)) or lengths[-1]  # type: ignore[func-returns-value, method-assign]
+    for number in range(given.rounds + 1):
+        for prompt in prompts:
+            sides = (plain, drafted) if number % 2 else (drafted, plain)
+            for side in sides:
+                (output,) = side.run([prompt], params)
+                num_equal += output.outputs[0].token_ids == answers[tuple(prompt), None]
+            if number:
+                speeds.append(plain.seconds[-1] / drafted.seconds[-1])
+        if not number:
+            lengths.clear()
+    seconds = drafting.lengths.seconds
+    cost = {rows: seconds.of(rows) / seconds.of(1) for rows in (1, 2, 4, 8)}
+    kept = given.right
+    predicted = statistics.mean(
+        [sum(kept**place for place in range(length + 1)) / cost[1 + length] for length in lengths] or [1.0]
+    )
+    print(
+        f"recorded answers, {given.right:.0%} right: {statistics.median(speeds):.3f} x none, "
+        f"predicted {predicted:.3f}; "
+        f"rows cost {', '.join(f'{rows}: {share:.2f}' for rows, share in cost.items())}; lengths "
+        f"{ {length: lengths.count(length) for length in sorted(set(lengths))} }; "
+        f"{num_equal} of {2 * len(prompts) * (given.rounds + 1)} answers equal"
+    )
+
+
+def measure_repeated(given: argparse.Namespace) -> None:
+    """Requests that come again."""
+    side = Side("suffix", given)
+    params = pagoda.SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
+    prompts, steps = held_out(side.llm, 4, given.prompt), []
+    for _ in range(2):
+        side.mark()
+        for prompt in prompts:
+            side.run([prompt], params)
+        steps.append(side.since("steps"))
+    print(f"requests that come again: {steps[0]:.0f} steps, then {steps[1]:.0f}: {steps[0] / steps[1]:.2f} x fewer")
+
+
+def measure_forced(given: argparse.Namespace) -> None:
+    """A schema of ten fields."""
+    sides = [Side("none", given), Side("forced", given, draft_forced_tokens=True)]
+    params = pagoda.SamplingParams(temperature=0, max_tokens=512, structured_outputs={"json": SCHEMA})
+    speeds = []
+    texts: dict[str, Any] = {}
+    for number in range(given.rounds + 1):
+        for side in sides if number % 2 else sides[::-1]:
+            if number == 1:
+                side.mark()
+            texts[side.name] = side.run(["Describe a person:"], params)[0].outputs[0]
+        if number:
+            speeds.append(sides[0].seconds[-1] / sides[1].seconds[-1])
+    assert texts["none"].token_ids == texts["forced"].token_ids, "another token"
+    steps = [side.since("steps") / given.rounds for side in sides]
+    print(
+        f"a schema of ten fields, {len(texts['none'].token_ids)} tokens: {steps[0]:.0f} steps, with drafts "
+        f"{steps[1]:.0f}: {steps[0] / steps[1]:.2f} x fewer, {statistics.median(speeds):.2f} x as fast"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="examples/tiny-pydoc")
+    parser.add_argument("--parts", default="methods,recorded,repeated,forced")
+    parser.add_argument("--methods", default="none,wrong,ngram,suffix", type=lambda text: text.split(","))
+    parser.add_argument("--streams", default="1,8,32", type=lambda text: list(map(int, text.split(","))))
+    parser.add_argument("--dtype", default="float32", help="in bfloat16, give --batch-invariant for equal tokens")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall", help="cpu: where others use the machine")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens")
+    parser.add_argument("--max-tokens", type=int, default=96)
+    parser.add_argument("--right", type=float, default=0.7)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    if given.methods[0] != "none":
+        parser.error("--methods begins with none, which the others are compared with")
+    parts = {
+        "methods": measure_methods,
+        "recorded": measure_recorded,
+        "repeated": measure_repeated,
+        "forced": measure_forced,
+    }
+    for part in given.parts.split(","):
+        parts[part](given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""The option ``speculative_config``, by vLLM's keys; importable without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..shown import shown
+
+LENGTHS = (0, 1, 3, 7)
+"""Drafts of a request in one step: few sizes, so that recorded steps and captured graphs repeat."""
+
+METHODS = ("suffix", "ngram")
+_LATER = ("mtp", "draft_model")
+_KEYS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": (
+        *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+        "suffix_decoding_max_cached_bytes",
+    ),
+}
+"""Method → its keys, besides ``method`` and ``num_speculative_tokens``."""
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Settings of a drafter that looks its drafts up in earlier tokens.
+
+    Attributes:
+        method: ``"suffix"`` or ``"ngram"``.
+        num_speculative_tokens: most drafts of a request in one step.
+        least_match: tokens at the end of a sequence that must occur earlier.
+        longest_match: tokens that are compared.
+        spec_factor: drafts per matching token; None: as many as may be.
+        least_probability: of a draft, by how often it followed the match.
+        shared_bytes: memory for the outputs that later requests look up; 0: each request looks up its own tokens.
+    """
+
+    method: str
+    num_speculative_tokens: int = LENGTHS[-1]
+    least_match: int = 3
+    longest_match: int = 24
+    spec_factor: float | None = 1.0
+    least_probability: float = 0.1
+    shared_bytes: int = 64 << 20
+
+
+def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
+    """Return the settings that ``speculative_config`` stands for.
+
+    Raises:
+        ValueError: a method or key is unknown, or a value is out of range; the message names it.
+    """
+    if not isinstance(given, Mapping):
+        raise ValueError(f'speculative_config={shown(given)} is not a dictionary; use {{"method": "suffix"}}')
+    method = given.get("method")
+    if isinstance(method, str) and method in _LATER:
+        raise ValueError(f"speculative_config: method {method!r} is not supported yet; use 'suffix' or 'ngram'")
+    if not isinstance(method, str) or method not in METHODS:
+        raise ValueError(f"speculative_config: method {shown(method)} is not known; use 'suffix' or 'ngram'")
+    known = ("method", "num_speculative_tokens", *_KEYS[method])
+    for key in given:
+        if key not in known:
+            raise ValueError(f"speculative_config: key {shown(key)} is not one of {method!r}; use {', '.join(known)}")
+    most = _whole(given, "num_speculative_tokens", LENGTHS[-1])
+    if method == "ngram":
+        least, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        # vLLM's defaults: 5 for both; of one alone, the other is the same.
+        least = _whole(given, "prompt_lookup_min", 5 if longest is None else longest)
+        longest = _whole(given, "prompt_lookup_max", least)
+        if least > longest:
+            raise ValueError(
+                f"speculative_config: prompt_lookup_min={least} is above prompt_lookup_max={longest}; lower it"
+            )
+        return SpeculativeConfig(method, most, least, longest, None, 0.0, 0)
+    default = SpeculativeConfig("suffix")
+    longest = _whole(given, "suffix_decoding_max_tree_depth", default.longest_match)
+    return SpeculativeConfig(
+        method,
+        most,
+        min(default.least_match, longest),
+        longest,
+        _number(given, "suffix_decoding_max_spec_factor", default.spec_factor or 1.0),
+        _number(given, "suffix_decoding_min_token_prob", default.least_probability, most=1.0),
+        _whole(given, "suffix_decoding_max_cached_bytes", default.shared_bytes, least=0),
+    )
+
+
+def _whole(given: Mapping[str, Any], key: str, default: int, *, least: int = 1) -> int:
+    value = given.get(key, default)
+    if type(value) is not int or value < least:
+        raise ValueError(f"speculative_config: {key}={shown(value)} is not a whole number from {least}; use one")
+    return value
+
+
+def _number(given: Mapping[str, Any], key: str, default: float, *, most: float | None = None) -> float:
+    value = given.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= (most or float("inf")):
+        limit = "from 0" if most is None else f"from 0 to {most:g}"
+        raise ValueError(f"speculative_config: {key}={shown(value)} is not a number {limit}; use one")
+    return float(value)

@@ -1,0 +1,267 @@
+"""Adds drafts to a planned step: tokens that may follow those that a request computes anyway.
+
+A step with drafts is planned when all tokens are settled, and settled before the next is planned. Drafts take what
+nobody else wants: rows that the step has left, and blocks and state slots that are free. So no request is preempted,
+and nothing cached is evicted, for a draft.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ..batching import Batcher, ScheduledRequest
+from ..batching.schedule import Plan
+from ..requests.request import Request
+from .config import LENGTHS
+from .draft_lengths import Candidate, DraftLengths
+from .drafter import Drafter, Drafters
+from .forced_tokens import ForcedTokens
+
+BEAMS: Final = "beam_search"
+STATIC: Final = "static_batches"
+PROMPT_LOGPROBS: Final = "prompt_logprobs"
+SNAPSHOT: Final = "snapshot"
+RESTART: Final = "restart_length"
+BLOCKS: Final = "blocks"
+
+LIMITS: Final = (BEAMS, STATIC, PROMPT_LOGPROBS, SNAPSHOT, RESTART, BLOCKS)
+"""Reasons why a request that decodes has no drafts in a step, in ``Engine.stats`` after ``undrafted_``:
+- beam_search: which beams go on follows from the candidates of all.
+- static_batches: batches that run to their end are for comparison.
+- prompt_logprobs: the step scores the prompt.
+- snapshot: the step must end where a snapshot of the state is due.
+- restart_length: all keys of the sequence change with its next token (longrope).
+- blocks: the cache has no free block, or no free slot of a state.
+"""
+
+ACCEPTED_BY_PLACE: Final = tuple(f"spec_decode_num_accepted_tokens_pos_{place}" for place in range(LENGTHS[-1]))
+"""Names of the figures of accepted drafts by place in ``Engine.stats``."""
+
+MOST_RECORDED_ROWS: Final = 64
+"""Steps with more rows are not recorded, so that they need not have few sizes."""
+
+
+@dataclass(slots=True)
+class DraftFigures:
+    """Counts since the engine was made.
+
+    Attributes:
+        num_drafts: requests' shares of steps that had drafts.
+        num_draft_tokens: tokens in them.
+        accepted: of these by place.
+        undrafted: shares without drafts, by reason.
+        num_filled: rows that were computed to repeat a size.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    accepted: list[int]
+    undrafted: Counter[str]
+    num_filled: int = 0
+
+
+class Drafting:
+    """Plans the drafts of an engine's steps, and learns from what became of them.
+
+    Args:
+        drafters: asked in this order.
+        batcher: of the engine.
+        most: most drafts of a request in a step.
+        vocab_size: ids are below it.
+        restart_length: of the program.
+        is_beam: tells beams of a search from other requests.
+
+    Attributes:
+        lengths: chooses how many drafts a step has.
+        runs_ahead: steps without drafts are launched before the one before them is settled.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        batcher: Batcher,
+        *,
+        most: int,
+        vocab_size: int,
+        restart_length: int | None = None,
+        is_beam: Callable[[Request], bool] = lambda request: False,
+    ) -> None:
+        self.drafters = Drafters(drafters, vocab_size)
+        self.batcher = batcher
+        self.lengths = DraftLengths(most, {drafter.name: drafter.expected for drafter in drafters})
+        self.restart_length = restart_length
+        self.is_beam = is_beam
+        self.runs_ahead = False
+        self.figures = DraftFigures(0, 0, [0] * self.lengths.lengths[-1], Counter())
+        self._lookups = frozenset(drafter.name for drafter in drafters) - {ForcedTokens.name}
+        self._latest: dict[Request, str] = {}  # drafter of its last drafts
+
+    def is_due(self) -> bool:
+        """Return True if the next step may have drafts, so that it is planned when this one is settled."""
+        if self._lookups - self.lengths.resting():
+            return True
+        return any([request.grammar is not None for request in self.batcher.planner.queues.running])
+
+    def extend(self, plan: Plan) -> None:
+        """Add drafts to the shares of a plan."""
+        planner = self.batcher.planner
+        self.lengths.begin_step()
+        if planner.in_flight or planner.suspects or plan.preempted:
+            return
+        items = list(plan.planned.values())
+        awake = self._lookups - self.lengths.resting()
+        if not awake and not any([item.request.grammar is not None for item in items]):
+            return
+        candidates, others = self._candidates(items, plan.budget)
+        if not candidates:
+            if self.runs_ahead:
+                self.lengths.decline(awake)
+            return
+        rows = sum([item.num_tokens for item in items])
+        length = self.lengths.choose(rows, len(others), candidates, plan.budget)
+        if not length:
+            return
+        count = 0
+        for candidate in candidates:
+            drafts = candidate.proposal.ids[: max(candidate.num_drafts(length), 0)]
+            if drafts and self._add(plan, candidate.request, candidate.rows(length), drafts):
+                self._latest[candidate.request] = candidate.proposal.drafter
+                count += 1
+        if count and not self.batcher.block_manager.has_state:
+            self._fill_up(plan, others, count, length)
+
+    def _fill_up(self, plan: Plan, others: Sequence[ScheduledRequest], count: int, length: int) -> None:
+        """Give requests without drafts as many rows, so that the numbers of rows are few."""
+        rows = sum([item.num_tokens for item in plan.planned.values()])
+        wanted = 1 << (count - 1).bit_length()
+        for item in others:
+            if count == wanted or length > plan.budget or rows + length > MOST_RECORDED_ROWS:
+                return
+            if self._room(item) >= item.num_tokens + length and item.num_tokens == 1:
+                filled = self._add(plan, item.request, 1 + length, ())
+                count, rows = count + filled, rows + length * filled
+
+    def _add(self, plan: Plan, request: Request, rows: int, drafts: tuple[int, ...]) -> bool:
+        """Give a share more rows; returns whether there are free blocks for them."""
+        name, blocks = request.request_id, self.batcher.block_manager
+        item = plan.planned[name]
+        added = blocks.draft_in_place(name, item.start + rows, item.start)
+        if added is None:
+            return False
+        filled = rows - item.num_tokens - len(drafts)
+        slots = blocks.slots_of_step(name, item.start) if blocks.has_state else (-1, -1)
+        plan.replace(ScheduledRequest(request, rows, item.start, True, *slots, drafts, filled), added)
+        self.figures.num_filled += filled
+        return True
+
+    def _candidates(
+        self, items: Sequence[ScheduledRequest], budget: int
+    ) -> tuple[list[Candidate], list[ScheduledRequest]]:
+        """Those with drafts, and those that get a token without."""
+        candidates, others = [], []
+        resting, fills = self.lengths.resting(), not self.batcher.block_manager.has_state
+        for item in items:
+            if not item.is_last_chunk:
+                continue
+            request, room = item.request, self._room(item)
+            left = min(room - item.num_tokens, budget)
+            proposal = self.drafters.propose(request, left, resting) if left > 0 else None
+            if proposal is not None and request.grammar is not None:
+                proposal = proposal.cut(request.grammar.num_allowed(proposal.ids, request.output_token_ids))
+            if proposal is None:
+                others.append(item)
+            else:
+                candidates.append(Candidate(request, proposal, item.num_tokens, room, fills))
+        return candidates, others
+
+    def _room(self, item: ScheduledRequest) -> int:
+        """Most rows of a request's share, its known tokens among them."""
+        request, known = item.request, item.num_tokens
+        most = self.lengths.lengths[-1] + 1
+        if not request.output_token_ids or known >= most:
+            return known  # a prompt, or one that is computed again
+        if self.batcher.planner.batches is not None:
+            return self._limited(STATIC, known)
+        if self.is_beam(request):
+            return self._limited(BEAMS, known)
+        if request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens - 1:
+            return self._limited(PROMPT_LOGPROBS, known)
+        longest = min(request.longest, self.batcher.max_model_len)
+        rows = min(most, known + longest - request.num_tokens - 1)
+        limit = self.restart_length
+        if limit is not None and request.num_prompt_tokens <= limit and request.num_tokens <= limit:
+            rows = self._cut(RESTART, rows, known + limit - request.num_tokens, known)
+        if (due := self.batcher.snapshot_due(request, item.start)) is not None:
+            rows = self._cut(SNAPSHOT, rows, due - item.start, known)
+        blocks = self.batcher.block_manager
+        held = blocks.room_for_drafts(request.request_id, self.batcher.num_running) - item.start
+        return self._cut(BLOCKS, rows, held, known)
+
+    def _limited(self, reason: str, known: int) -> int:
+        self.figures.undrafted[reason] += 1
+        return known
+
+    def _cut(self, reason: str, rows: int, most: int, known: int) -> int:
+        """The lesser of two numbers of rows; counted where nothing is left for drafts."""
+        if most <= known < rows:
+            return self._limited(reason, known)
+        return max(min(rows, most), known)
+
+    def learn(self, scheduled: Sequence[ScheduledRequest], given: Sequence[int], seconds: float) -> None:
+        """Record a step that was planned with or without drafts.
+
+        Args:
+            scheduled: its shares.
+            given: tokens that the request of each was given.
+            seconds: that it took.
+        """
+        lengths, rows, drafters = self.lengths, 0, set()
+        is_decode, most = True, lengths.lengths[-1] + 1
+        for item, count in zip(scheduled, given, strict=True):
+            rows += item.num_tokens
+            is_decode &= item.is_last_chunk and item.num_tokens <= most
+            drafter = self._latest.get(item.request)
+            if drafter is None or not count:
+                continue
+            if item.drafts:
+                self._note(item, count - 1)
+                lengths.note(item.request, drafter, len(item.drafts), count - 1)
+            if item.num_tokens > 1:
+                drafters.add(drafter)
+        if drafters and is_decode:
+            plain = lengths.seconds.of(len(scheduled))
+            lengths.judge(sorted(drafters), sum(given), len(scheduled), seconds, plain)
+        lengths.seconds.measure(rows, seconds)
+
+    def _note(self, item: ScheduledRequest, accepted: int) -> None:
+        self.figures.num_drafts += 1
+        self.figures.num_draft_tokens += len(item.drafts)
+        for place in range(accepted):
+            self.figures.accepted[place] += 1
+
+    def settled(self, request: Request, count: int) -> None:
+        """Take note of the ``count`` newest tokens of a request's output."""
+        if self._lookups:
+            self.drafters.settled(request, request.output_token_ids[len(request.output_token_ids) - count :])
+
+    def finished(self, request: Request) -> None:
+        """Forget a request that has ended."""
+        self._latest.pop(request, None)
+        self.drafters.finished(request)
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures for ``Engine.stats``, by vLLM's names where it has them."""
+        figures = self.figures
+        return {
+            "spec_decode_num_drafts": figures.num_drafts,
+            "spec_decode_num_draft_tokens": figures.num_draft_tokens,
+            "spec_decode_num_accepted_tokens": sum(figures.accepted),
+            **{name: count for name, count in zip(ACCEPTED_BY_PLACE, figures.accepted, strict=False)},
+            "draft_rows_filled": figures.num_filled,
+            "drafters_failed": self.drafters.num_failed,
+            "draft_length": self.lengths.current,
+            **{f"undrafted_{reason}": figures.undrafted[reason] for reason in LIMITS},
+        }

@@ -1,0 +1,141 @@
+"""The length of drafts by what rows cost and what drafts were worth."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.speculation.draft_lengths import REST, Acceptance, Candidate, DraftLengths, StepSeconds
+from torch_pagoda.runtime.speculation.drafter import Proposal
+
+CHEAP = {1: 1.0, 2: 1.01, 4: 1.05, 8: 1.16}
+"""Rows on a processor with AMX."""
+DEAR = {1: 1.0, 2: 1.97, 4: 3.8, 8: 7.6}
+"""int8 on one without VNNI."""
+
+
+def make_request(name: str = "r") -> Request:
+    return Request(name, [1], SamplingParams(max_tokens=1000))
+
+
+def make_lengths(seconds: dict[int, float], expected: float = 0.5) -> DraftLengths:
+    lengths = DraftLengths(7, {"d": expected})
+    for rows, each in seconds.items():
+        lengths.seconds.measure(rows, each, is_settled=True)
+    return lengths
+
+
+def candidate(request: Request, count: int = 7, *, fills: bool = True) -> Candidate:
+    return Candidate(request, Proposal((5,) * count, "d"), 1, 8, fills)
+
+
+def serve(lengths: DraftLengths, costs: dict[int, float], right: float, steps: int) -> tuple[float, list[int]]:
+    """Decode one request; returns tokens per second relative to none, and the lengths."""
+    request, draws = make_request(), random.Random(0)
+    tokens, seconds, chosen = 0, 0.0, []
+    for _ in range(steps):
+        lengths.begin_step()
+        length = 0 if lengths.resting() else lengths.choose(1, 0, [candidate(request)], 100)
+        accepted = 0
+        while accepted < length and draws.random() < right:
+            accepted += 1
+        took = costs[1 + length]
+        if length:
+            lengths.note(request, "d", length, accepted)
+            lengths.judge(["d"], 1 + accepted, 1, took, lengths.seconds.of(1))
+        lengths.seconds.measure(1 + length, took)
+        tokens, seconds = tokens + 1 + accepted, seconds + took
+        chosen.append(length)
+    return tokens / seconds, chosen
+
+
+@pytest.mark.parametrize("costs", [CHEAP, DEAR], ids=["cheap rows", "dear rows"])
+def test_wrong_drafts_are_given_up_and_tried_seldom(costs: dict[int, float]) -> None:
+    speed, chosen = serve(make_lengths(costs), costs, 0.0, 4000)
+    assert speed > 0.98
+    late = [step for step, length in enumerate(chosen) if length and step > 200]
+    assert 1 <= len(late) <= 30
+    assert all(b - a >= REST for a, b in pairwise(late))
+
+
+def test_right_drafts_are_long_where_rows_are_cheap() -> None:
+    speed, chosen = serve(make_lengths(CHEAP), CHEAP, 0.95, 300)
+    assert speed > 4 and chosen.count(7) > 250
+
+
+def test_no_drafts_where_a_row_costs_a_step() -> None:
+    speed, chosen = serve(make_lengths(DEAR), DEAR, 0.7, 3000)
+    assert speed > 0.98 and chosen.count(0) > 2800
+
+
+def test_drafts_that_become_right_are_found_again() -> None:
+    lengths = make_lengths(CHEAP)
+    serve(lengths, CHEAP, 0.0, 300)
+    assert lengths.resting() or not lengths.current
+    _, chosen = serve(lengths, CHEAP, 0.9, 1500)
+    assert chosen[-200:].count(7) > 150
+
+
+def test_expectations_of_one_request_are_not_those_of_another() -> None:
+    lengths = make_lengths(CHEAP)
+    good, bad = make_request("good"), make_request("bad")
+    for _ in range(20):
+        lengths.note(good, "d", 7, 7)
+        lengths.note(bad, "d", 7, 0)
+    assert lengths._expected(candidate(good), 7) > 6
+    assert lengths._expected(candidate(bad), 7) < 0.1
+
+
+def test_a_length_is_kept_unless_another_is_better_by_a_twentieth() -> None:
+    request = make_request()
+    lengths = DraftLengths(3, {"d": 0.0})
+    lengths.current = 0
+    lengths._drafters["d"].acceptance.by_place[:] = [0.04, 0.0, 0.0]
+    for rows in (1, 2, 4):
+        lengths.seconds.measure(rows, 1.0, is_settled=True)
+    assert lengths.choose(1, 0, [candidate(request)], 100) == 0
+    lengths._acceptance(request, "d").by_place[0] = 0.06
+    assert lengths.choose(1, 0, [candidate(request)], 100) in (1, 3)
+
+
+def test_the_budget_of_a_step_bounds_the_length() -> None:
+    lengths = make_lengths(CHEAP, expected=0.99)
+    requests = [make_request(str(i)) for i in range(4)]
+    assert lengths.choose(4, 0, [candidate(r) for r in requests], 12) == 3
+    assert lengths.choose(4, 0, [candidate(r) for r in requests], 3) == 0
+
+
+@pytest.mark.parametrize(("fills", "rows"), [(True, 8), (False, 4)])
+def test_short_drafts_are_filled_up(fills: bool, rows: int) -> None:
+    assert candidate(make_request(), 3, fills=fills).rows(7) == rows
+
+
+def test_seconds_between_and_beyond_the_measured_rows() -> None:
+    seconds = StepSeconds()
+    assert seconds.of(8) > seconds.of(1)
+    seconds.measure(2, 1.0, is_settled=True)
+    seconds.measure(4, 2.0, is_settled=True)
+    assert seconds.of(3) == 1.5 and seconds.of(8) > 2.0 and seconds.of(1) < 1.0
+    for _ in range(2):
+        seconds.measure(8, 50.0)  # kernels are recorded
+    assert seconds.of(8) < 5.0
+    for took in (9.0, 4.0, 7.0):  # something else may have taken time
+        seconds.measure(8, took)
+    assert seconds.of(8) == 4.0
+    seconds.measure(6, 50.0, is_settled=True)  # something else took the time
+    assert seconds.of(6) == 4.0
+    for _ in range(200):  # all becomes slower, as contexts grow
+        seconds.measure(2, 3.0)
+    assert seconds.of(2) == pytest.approx(3.0, rel=0.01) and seconds.of(4) > 3.0
+
+
+def test_probabilities_are_by_place() -> None:
+    acceptance = Acceptance([0.5, 0.5, 0.5])
+    for _ in range(60):
+        acceptance.note(3, 1)
+    assert acceptance.by_place[0] > 0.99 and acceptance.by_place[1] < 0.01 and acceptance.by_place[2] == 0.5
+    assert acceptance.expected(3) == pytest.approx(1.0, abs=0.02)

@@ -1,0 +1,84 @@
+"""Drafters that know what follows, or that do not, for tests and benchmarks of speculative decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch_pagoda.runtime.engine.draft_setup import draft_with
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.speculation.drafting import Drafting
+
+WRONG = 0
+"""Added to a token that follows, it makes another one."""
+
+
+class Oracle:
+    """Proposes what is known to follow, some of it wrong.
+
+    Args:
+        answers: (prompt, seed) → tokens of the output.
+        right: share of proposals that are.
+        vocab_size: ids are below it.
+    """
+
+    name = "oracle"
+    expected = 0.9
+
+    def __init__(self, answers: Mapping[Any, Sequence[int]], right: float, vocab_size: int) -> None:
+        self.answers, self.right, self.vocab_size = answers, right, vocab_size
+        self.draws = random.Random(1)
+        self.asked = 0
+        self.told: dict[Request, list[int]] = {}
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        self.asked += 1
+        known = self.answers.get(key_of(request), ())
+        ids = list(known[request.num_output_tokens : request.num_output_tokens + most]) or [1]
+        return [i if self.draws.random() < self.right else (i + 1) % self.vocab_size for i in ids]
+
+    def settled(self, request: Request, tokens: Sequence[int]) -> None:
+        told = self.told.setdefault(request, [])
+        told += tokens
+        assert told == request.output_token_ids[-len(told) :], "a token was told twice, or not"
+
+    def finished(self, request: Request) -> None:
+        self.told.pop(request, None)
+
+
+class Raising(Oracle):
+    """Raises, or returns what are no ids."""
+
+    name = "raising"
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        self.asked += 1
+        if self.asked % 3 == 0:
+            raise RuntimeError("no draft")
+        return [None, self.vocab_size, -1][self.asked % 3 :]  # type: ignore[return-value]
+
+    def settled(self, request: Request, tokens: Sequence[int]) -> None:
+        raise RuntimeError("no ears")
+
+
+def key_of(request: Request) -> tuple[Any, ...]:
+    return tuple(map(int, request.prompt_token_ids)), request.params.seed
+
+
+def draft(engine: Engine, drafter: Oracle, length: int | Callable[[], int] | None = 3) -> Drafting:
+    """Have an engine ask a drafter.
+
+    Args:
+        engine: any.
+        drafter: it.
+        length: drafts of every step, or a function that says how many; None: as measured costs say.
+    """
+    drafting = draft_with(engine._core.state, [drafter], runs_ahead=engine._core.steps.stats() != {})
+    assert drafting is not None
+    if length is not None:
+        drafting.lengths.choose = lambda *given: length() if callable(length) else length  # type: ignore[method-assign]
+        drafting.lengths.judge = lambda *given: None  # type: ignore[method-assign]
+        drafting.lengths.decline = lambda *given: None  # type: ignore[method-assign]
+    return drafting
