@@ -29,10 +29,10 @@ class LoadOptions:
             as greedy. End tokens are the model's own in any case.
         trust_remote_code: run model code that comes with the checkpoint.
         gguf_file: name of the GGUF file in the folder or repository, as in transformers.
-        distributed_executor_backend: what starts the processes that ``tensor_parallel_size`` asks for: ``"mp"``, this
+        distributed_executor_backend: what starts the processes that the parallel sizes ask for: ``"mp"``, this
             process does; ``"external_launcher"``, ``torchrun`` has started them with this script, and where the rank
             is not 0, the model follows rank 0 to its end and then raises ``SystemExit(0)``.
-        worker_restarts: how often, in ten minutes, the processes beside this one that ``tensor_parallel_size`` asks
+        worker_restarts: how often, in ten minutes, the processes beside this one that the parallel sizes ask
             for start again after one of them failed; then what is under way ends with an error.
         step_timeout: seconds that these processes may take for one step; one that takes longer has failed.
 

@@ -97,9 +97,9 @@ class LeaderProgram:
 
     def finish(self) -> torch.Tensor:
         """The logits of the step that began first of those that are not finished."""
-        number, *step = self._begun.popleft()
+        number, input_ids, position_ids, step = self._begun.popleft()
         with self._together(f"step {number}"):
-            return self._program(*step)
+            return self._program(input_ids, position_ids, step)
 
     def drain(self) -> None:
         """Finish what has begun, for nothing: the ranks pass on values in the order of the steps."""
