@@ -51,7 +51,7 @@ def stored_source(weight: StoredWeight, name: str, known: Mapping[str, str]) -> 
     if rows is not None:
         return StoredSource((rows,), False, str(weight.form), weight.dtype, weight.transposed)
     found = _stack(weight.replaced(transposed=False), names) if weight.dim() == 3 else None
-    return found and StoredSource(found, True, str(weight.form), weight.dtype, weight.transposed)
+    return None if found is None else StoredSource(found, True, str(weight.form), weight.dtype, weight.transposed)
 
 
 def float_source(tensor: torch.Tensor, names: Mapping[str, str]) -> StoredSource | None:
@@ -62,7 +62,7 @@ def float_source(tensor: torch.Tensor, names: Mapping[str, str]) -> StoredSource
         names: of the checkpoint's tensors, by their digests, in their own dtypes and in this one.
     """
     found = _stack(tensor, names) if tensor.dim() > 1 and tensor.is_contiguous() else None
-    return found and StoredSource(found, True, "", tensor.dtype, False)
+    return None if found is None else StoredSource(found, True, "", tensor.dtype, False)
 
 
 def _stack(tensor: torch.Tensor, names: Mapping[str, str]) -> tuple[tuple[str, ...], ...] | None:

@@ -37,6 +37,7 @@ class DeviceGroup:
 
     Attributes:
         device: that this rank's graphs run on.
+        seconds: 0.0; exchanges are parts of graphs.
 
     Raises:
         GroupFailed: this process has a default group already, or the other ranks did not come.
@@ -44,6 +45,7 @@ class DeviceGroup:
 
     def __init__(self, control: TorchGroup, backend: Backend, index: int, timeout: float) -> None:
         self.rank, self.size, self.name = control.rank, control.size, control.name
+        self.seconds = 0.0
         self._control = control
         if dist.is_initialized():
             raise GroupFailed(

@@ -116,7 +116,7 @@ class Ranks:
         command: Sequence[str] = COMMAND,
         threads: int | None = None,
         environment: Callable[[int], Mapping[str, str]] = no_more,
-        meet: Callable[[int, int, int, float], RankGroup] = meet_on_host,
+        meet: Callable[[int, int, int, int, float], RankGroup] = meet_on_host,
         load_timeout: float = 3600.0,
         step_timeout: float = 300.0,
         restarts: RestartLimit | None = None,

@@ -37,6 +37,11 @@ class PipelineGroup:
         self._control, self._tensors, self._before, self._behind = control, tensors, before, behind
         self._sending: Sending | None = None
 
+    @property
+    def seconds(self) -> float:
+        """See ``RankGroup``; with this stage's ranks."""
+        return 0.0 if self._tensors is None else self._tensors.seconds
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """See ``ParallelGroup``; the sum of this stage's ranks."""
         return x.clone() if self._tensors is None else self._tensors.all_reduce(x)

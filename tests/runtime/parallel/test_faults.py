@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.leader import LeaderProgram
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.restart_limit import RestartLimit
+from torch_pagoda.serving.engine_process.worker import Worker
 
 from toy_program import VOCAB, ToyProgram
 
@@ -154,6 +156,24 @@ def test_requests_go_on_when_a_rank_was_killed(tmp_path):
         assert made.stats()["rank_restarts"] == 1
         assert not once.exists()
     finally:
+        program.close()
+
+
+def test_an_idle_rank_that_was_killed_is_replaced_before_the_next_request():
+    program = toy_ranks.start()
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=Worker(made := engine(program), theirs).run)
+    thread.start()
+    try:
+        (killed,) = program._ranks.pids
+        os.kill(killed, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while not made.stats()["rank_restarts"] and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert made.stats()["rank_restarts"] == 1
+    finally:
+        ours.close()
+        thread.join(60)
         program.close()
 
 
