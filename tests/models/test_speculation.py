@@ -45,20 +45,27 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 200, (length,), generator=generator).tolist() for length in LENGTHS]
 
 
-def run(engine: Engine, params: SamplingParams) -> tuple[list[Any], int]:
+def run(engine: Engine, params: SamplingParams, values: Any = None) -> tuple[list[Any], int]:
     first = engine.generate(prompts(), params)
     before = engine.stats()["cached_tokens"]
     turns = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 7] for o in first]
     outputs = [*first, *(engine.generate([turn], params)[0] for turn in turns)]
     engine.batcher.check()
-    shown = [[(c.token_ids, c.finish_reason, _values(c.logprobs)) for c in o.outputs] for o in outputs]
+    shown = [[(c.token_ids, c.finish_reason, (values or _values)(c.logprobs)) for c in o.outputs] for o in outputs]
     return [[o.prompt_token_ids, own] for o, own in zip(outputs, shown, strict=True)], int(
         engine.stats()["cached_tokens"] - before
     )
 
 
 def _values(logprobs: Any) -> Any:
-    return logprobs and [{token: round(entry.logprob, 3) for token, entry in each.items()} for each in logprobs]
+    """Of another number of rows, they are rounded otherwise."""
+    return logprobs and [
+        {token: pytest.approx(entry.logprob, abs=1e-4) for token, entry in each.items()} for each in logprobs
+    ]
+
+
+def _numbers(logprobs: Any) -> Any:
+    return logprobs and [{token: entry.logprob for token, entry in each.items()} for each in logprobs]
 
 
 def check(model: str, kind: str, sizes: str, right: float, kv_cache_dtype: str = "auto") -> None:
@@ -71,7 +78,7 @@ def check(model: str, kind: str, sizes: str, right: float, kv_cache_dtype: str =
     engine = Engine(program(model, kv_cache_dtype), **options)
     lengths = iter([3, 7, 1, 3] * 1000)
     draft(engine, Oracle(answers, right, engine.limits.vocab_size), lambda: next(lengths))
-    found, cached_with_drafts = run(engine, params)
+    found, cached_with_drafts = run(engine, params, _numbers)
     assert found == expected
     if sizes == "chunks":
         assert cached_with_drafts == cached

@@ -9,6 +9,7 @@ from typing import Any
 from torch_pagoda.runtime.engine.draft_setup import draft_with
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.speculation.draft_lengths import Candidate
 from torch_pagoda.runtime.speculation.drafting import Drafting
 
 WRONG = 0
@@ -78,7 +79,13 @@ def draft(engine: Engine, drafter: Oracle, length: int | Callable[[], int] | Non
     drafting = draft_with(engine._core.state, [drafter], runs_ahead=engine._core.steps.stats() != {})
     assert drafting is not None
     if length is not None:
-        drafting.lengths.choose = lambda *given: length() if callable(length) else length  # type: ignore[method-assign]
+
+        def choose(rows: int, others: int, candidates: Sequence[Candidate], budget: int) -> int:
+            wanted = length() if callable(length) else length
+            fits = [k for k in (7, 3, 1, 0) if k <= wanted and sum(c.rows(k) - c.known for c in candidates) <= budget]
+            return fits[0]
+
+        drafting.lengths.choose = choose  # type: ignore[method-assign]
         drafting.lengths.judge = lambda *given: None  # type: ignore[method-assign]
         drafting.lengths.decline = lambda *given: None  # type: ignore[method-assign]
     return drafting

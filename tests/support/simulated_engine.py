@@ -162,7 +162,11 @@ class SimulatedEngine:
             vocab_size=self.vocabulary,
             is_beam=self.pausing.__contains__,
         )
-        self.drafting.lengths.choose = lambda *given: length  # type: ignore[method-assign]
+        self.drafting.lengths.choose = (  # type: ignore[method-assign]
+            lambda rows, others, candidates, budget: (
+                length if sum(c.rows(length) - c.known for c in candidates) <= budget else 0
+            )
+        )
         self.batcher.planner.drafting = self.drafting
 
     def step(self, overlapped: str = "after", *, fails: bool = False) -> Schedule:
