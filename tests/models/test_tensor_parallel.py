@@ -283,18 +283,25 @@ def test_more_ranks_than_processors_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_more_ranks_than_npus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 1), raising=False)
-    assert refused("folder", 2, "npu") == (
+    monkeypatch.setattr(
+        torch, "npu", SimpleNamespace(device_count=lambda: 1, is_available=lambda: False), raising=False
+    )
+    npu: Any = SimpleNamespace(type="npu")
+    with pytest.raises(ValueError) as raised:
+        other_ranks("folder", LoadOptions(), CompileOptions(tensor_parallel_size=2), npu)
+    assert str(raised.value) == (
         "tensor_parallel_size=2: 2 ranks on this host need a device each, and it has 1; lower it, or name more in "
         "ASCEND_RT_VISIBLE_DEVICES"
     )
 
 
 def test_restarts_on_npus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "npu", SimpleNamespace(device_count=lambda: 2), raising=False)
-    compiling = CompileOptions(tensor_parallel_size=2)
+    monkeypatch.setattr(
+        torch, "npu", SimpleNamespace(device_count=lambda: 2, is_available=lambda: False), raising=False
+    )
+    npu: Any = SimpleNamespace(type="npu")
     with pytest.raises(ValueError, match="worker_restarts=1 is for CPUs"):
-        other_ranks("folder", LoadOptions(worker_restarts=1), compiling, torch.device("npu"))
+        other_ranks("folder", LoadOptions(worker_restarts=1), CompileOptions(tensor_parallel_size=2), npu)
 
 
 def test_files_that_have_changed_are_refused(saved: Callable[[str], Path]) -> None:

@@ -84,7 +84,11 @@ def test_a_reduction_is_one_launch_more(
 ) -> None:
     target = replace(TARGET, soc=soc, graph_mode=mode)
     traced = lowered(model_type, ranks, target=target, **chosen)
-    assert launches(traced) - launches(lowered(model_type, 1, target=target, **chosen)) == Counter({REDUCE: 4})
+    found, alone = launches(traced), launches(lowered(model_type, 1, target=target, **chosen))
+    more = found - alone
+    # What drops places of other ranks stands for what takes none.
+    assert more.pop("npu.npu_moe_finalize_routing", 0) == (alone - found)["npu.npu_moe_token_unpermute"]
+    assert more == Counter({REDUCE: 4})
     assert illegal_calls(traced, target) == []
     assert cache_copies(traced.graph) == 0
     decode, reason = decode_graph_or_reason(traced)

@@ -129,7 +129,8 @@ def test_experts_of_one_rank(rank, soc):
     torch.testing.assert_close(run_graph(graph, given), expected, atol=3e-2, rtol=3e-2)
     assert_legal(graph)
     routing = next(n for n in graph.graph.nodes if "init_routing" in str(n.target))
-    assert routing.kwargs["expert_num"] == count + 1
+    assert routing.kwargs["expert_num"] == EXPERTS
+    assert routing.kwargs["active_expert_range"] == [rank * count, (rank + 1) * count]
     assert not [n for n in graph.graph.nodes if "local_experts" in str(n.target)]
 
 
