@@ -147,7 +147,7 @@ class PipelinedSteps(StepRunner):
             finish = self._program.finish  # type: ignore[attr-defined]
             logits = state.runner.run(step.scheduled, step.packed, lambda *_: finish())
             state.profiler.mark(MODEL)
-            outputs = self.computer.choose(step.scheduled, step.tasks, logits)
+            outputs = self.computer.choose_tokens(step.scheduled, step.tasks, logits)
         # Logits hold until the next step.
         step.outputs = [
             output if output.prompt_logits is None else replace(output, prompt_logits=output.prompt_logits.clone())

@@ -93,11 +93,11 @@ class StepComputer:
         seconds = time.perf_counter() - started
         state.model_seconds += seconds
         state.cost.measure_step(scheduled, seconds)
-        outputs = self.choose(scheduled, tasks, logits)
+        outputs = self.choose_tokens(scheduled, tasks, logits)
         state.profiler.mark(SAMPLE)
         return outputs
 
-    def choose(
+    def choose_tokens(
         self, scheduled: Sequence[ScheduledRequest], tasks: Sequence[SampleTask], logits: StepLogits
     ) -> list[StepOutput]:
         """Choose tokens by the logits of a step; arguments as for ``compute``."""

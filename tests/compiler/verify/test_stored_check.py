@@ -94,7 +94,7 @@ def graphs(
     request: pytest.FixtureRequest, loaded: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, TracedGraph, Any]:
     """The captured and the rewritten graph of a model with one layer, before its weights are packed; its logits."""
-    monkeypatch.setattr(pipeline, "_hold_weights", lambda *_: None)
+    monkeypatch.setattr(pipeline, "hold_weights", lambda *_: None)
     model = loaded(request.param, 1)
     found = capture(model)
     traced = run_pipeline(found, PLAIN, None, CompileReport("llama"))
@@ -110,7 +110,7 @@ def test_a_right_graph_is_right(graphs: tuple[Any, TracedGraph, Any]) -> None:
 
 
 def test_rows_of_biases_keep_their_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "_hold_weights", lambda *_: None)
+    monkeypatch.setattr(pipeline, "hold_weights", lambda *_: None)
     model = build_tiny_model("qwen2").bfloat16()
     traced = run_pipeline(capture(model), PLAIN, None, CompileReport("qwen2"))
     assert any(traced.constants[sources[0]].dim() == 1 for sources in traced.notes.merged.values())

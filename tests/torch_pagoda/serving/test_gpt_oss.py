@@ -159,7 +159,9 @@ def reciting_engine(text: str) -> Engine:
         return torch.nn.functional.one_hot(torch.full((len(tokens),), wanted), logits.shape[-1]).float()
 
     program.change_logits = recite
-    return Engine(program, tokenizer, block_size=4, num_blocks=128, eos_token_ids=[tokenizer.eos_token_id])
+    sizes = {"block_size": 4, "num_blocks": 128}
+    # It knows no more than one token a step.
+    return Engine(program, tokenizer, eos_token_ids=[tokenizer.eos_token_id], draft_forced_tokens=False, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ async def test_a_key_names_the_client_and_can_isolate_the_cache(serve: Any, engi
         await client.post(URL, json=BODY | {"user": "u", "cache_salt": "s"}, headers=headers)
     first, second = (submit.options for submit in engine.submits)
     assert first == {"client": "bob", "cache_salt": "bob\0"}
-    assert second == {"client": "u", "cache_salt": "bob\0s"}
+    assert second == {"client": "bob\0u", "cache_salt": "bob\0s"}
 
 
 def test_every_key_is_compared_whatever_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

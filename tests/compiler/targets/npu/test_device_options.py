@@ -64,6 +64,7 @@ def test_calls_that_run_one_by_one_are_lowered_like_captured_ones(codegen, devic
 def test_a_cache_takes_a_share_of_an_npus_free_memory(monkeypatch):
     npu = SimpleNamespace(is_available=lambda: True, mem_get_info=lambda device: (1000, 5000))
     monkeypatch.setattr(torch, "npu", npu, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: npu)
     assert free_memory(torch.device("meta")) == 900
     assert free_memory(torch.device("cpu")) is None
     assert npu_available()

@@ -258,10 +258,10 @@ def test_rows_that_something_else_reads_stay():
     assert all(node.kwargs["quant_mode"] == -1 for node in nodes_of(traced, npu.npu_moe_init_routing_v2))
 
 
-def test_experts_of_which_some_are_elsewhere_stay():
+def test_experts_that_do_not_get_all_rows_stay():
     def cut(traced):
         for routing in nodes_of(traced, npu.npu_moe_init_routing_v2):
-            routing.kwargs = {**routing.kwargs, "active_expert_range": [0, 3]}
+            routing.kwargs = {**routing.kwargs, "active_num": 3}
 
     _, reasons = changed(cut)
     assert reasons == ["some rows belong to no expert"] * 2
