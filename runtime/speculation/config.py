@@ -29,7 +29,7 @@ class SpeculativeConfig:
 
     Attributes:
         method: ``"suffix"`` or ``"ngram"``.
-        num_speculative_tokens: most drafts of a request in one step.
+        num_speculative_tokens: most drafts of a request in one step; text that a grammar forces is not counted.
         least_match: tokens at the end of a sequence that must occur earlier.
         longest_match: tokens that are compared.
         spec_factor: drafts per matching token; None: as many as may be.

@@ -225,6 +225,7 @@ class SuffixDrafter:
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return what followed the longest match, of the request's own tokens or of others."""
+        most = min(most, self._config.num_speculative_tokens)
         own = self._own.get(request)
         if own is None:
             own = self._own[request] = OwnTokens()

@@ -74,6 +74,11 @@ def test_a_request_drafts_from_its_prompt_and_output() -> None:
     assert drafter.propose(made, 7)[0] == 5
 
 
+def test_no_more_is_drafted_than_was_asked_for() -> None:
+    drafter = SuffixDrafter(read_speculative_config({"method": "suffix", "num_speculative_tokens": 2}))
+    assert drafter.propose(request("r", [1, 2, 3, 4, 5, 6, 1, 2, 3]), 7) == [4, 5]
+
+
 ANSWER = [40, 41, 42, 43, 44, 45]
 
 
