@@ -51,8 +51,8 @@ def draft_program(
         )
     if (difference := _difference(target, draft)) is not None:
         raise ValueError(
-            f"speculative_config: model={config.model!r} has another vocabulary: {difference}; use a draft model with "
-            "the model's own tokenizer"
+            f"speculative_config: model={config.model!r} has another vocabulary: {difference}; use a draft model "
+            "with the model's own tokenizer"
         )
     return draft.program
 
@@ -60,8 +60,8 @@ def draft_program(
 def _difference(target: CompiledModel, draft: CompiledModel) -> str | None:
     """The first difference of two vocabularies, added tokens included. Without tokenizers their sizes count."""
     if target.tokenizer is None or draft.tokenizer is None:
-        own, other = target.program.vocab_size, draft.program.vocab_size
-        return None if own == other else f"{other} ids instead of {own}, and no tokenizer to compare"
+        size, others = target.program.vocab_size, draft.program.vocab_size
+        return None if size == others else f"{others} ids instead of {size}, and no tokenizer to compare"
     own, other = _tokens(target.tokenizer), _tokens(draft.tokenizer)
     for token_id in sorted(own.keys() | other.keys()):
         if own.get(token_id) != other.get(token_id):

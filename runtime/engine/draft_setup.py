@@ -16,8 +16,8 @@ from ..cache.kv_cache import default_num_blocks
 from ..program import Program
 from ..requests.request import Request
 from ..speculation.config import LENGTHS, read_speculative_config
-from ..speculation.draft_model import DraftModel
 from ..speculation.draft_lengths import StepSeconds
+from ..speculation.draft_model import DraftModel
 from ..speculation.drafter import Drafter
 from ..speculation.drafting import Drafting
 from ..speculation.forced_tokens import ForcedTokens

@@ -15,7 +15,7 @@ import torch_pagoda as pagoda
 
 from tiny_models import build_tiny_model
 
-PROMPTS = ["Return the value", "x", "If the list is empty, the list of the list is"]
+PROMPTS = ["Return the value", "the", "If the list is empty, the list of the list is"]
 PARAMS = pagoda.SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
 
 
@@ -32,7 +32,6 @@ def test_a_model_drafts_for_itself(checkpoint: Path, fast: dict[str, Any]) -> No
         stats = llm.stats()
         assert stats["spec_decode_num_accepted_tokens"] == stats["spec_decode_num_draft_tokens"] > 0
         assert stats["steps"] == 1 + 24 // 4
-        drafter = lengths = None
         drafter = llm._core.state.drafting.drafters.drafters[-1]  # type: ignore[union-attr]
         drafts = weakref.ref(drafter.program)  # type: ignore[attr-defined]
         assert drafts() is not llm.program
@@ -63,7 +62,7 @@ def test_a_model_with_states_is_refused(
 ) -> None:
     build_tiny_model("mamba").save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="speculative_config: model='.*' keeps a state for each sequence"):
+    with pytest.raises(ValueError, match=r"speculative_config: model='.*' keeps a state for each sequence"):
         pagoda.LLM(checkpoint, speculative_config=config_of(tmp_path), **fast)
 
 
