@@ -1,6 +1,6 @@
 """Speculative decoding: speed with and without drafts, sides in turns, and what acceptance and costs predict.
 
-    python benchmarks/speculation.py examples/tiny-pydoc --methods none,wrong,ngram,suffix --streams 1,8,32
+    python benchmarks/speculation.py examples/tiny-pydoc --methods none,ngram,draft_model --streams 1,8,32
     python benchmarks/speculation.py examples/tiny-pydoc --parts forced,recorded,repeated --rounds 3
 
 Parts:
@@ -63,13 +63,20 @@ class Side:
             quantization=given.quantization,
             batch_invariant=given.batch_invariant,
             max_num_seqs=max(given.streams),
-            **{"draft_forced_tokens": False, **METHODS.get(name, {}), **options},
+            **{"draft_forced_tokens": False, **self.config(name, given), **options},
         )
         if name == "wrong":
             draft(self.llm, Oracle({}, 0.0, self.llm.program.vocab_size), None)
         self.seconds: list[float] = []
         self.before: dict[str, float] = {}
         self.mark()
+
+    @staticmethod
+    def config(name: str, given: argparse.Namespace) -> dict[str, Any]:
+        """The options of a method."""
+        if name != "draft_model":
+            return METHODS.get(name, {})
+        return {"speculative_config": {"method": name, "model": given.draft_model}}
 
     def run(self, prompts: Sequence[Any], params: pagoda.SamplingParams) -> list[RequestOutput]:
         """Generate, and note the seconds."""
@@ -251,6 +258,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="examples/tiny-pydoc")
     parser.add_argument("--parts", default="methods,recorded,repeated,forced")
     parser.add_argument("--methods", default="none,wrong,ngram,suffix", type=lambda text: text.split(","))
+    parser.add_argument("--draft-model", default="examples/tiny-pydoc-draft", help="of the method draft_model")
     parser.add_argument("--streams", default="1,8,32", type=lambda text: list(map(int, text.split(","))))
     parser.add_argument("--dtype", default="float32", help="in bfloat16, give --batch-invariant for equal tokens")
     parser.add_argument("--batch-invariant", action="store_true")

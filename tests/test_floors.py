@@ -19,7 +19,7 @@ FLOORS = {
             "async_llm generation",
             "llm",
             "reports",
-            "npu_tools serving",
+            "draft_program npu_tools serving",
             "compiled_model rank rendering",
             "shipping",
             "chat default_params options",

@@ -14,6 +14,7 @@ from .compiled_model import compiled_model
 from .compiler import CompileReport
 from .default_params import default_params
 from .device import free_memory, resolve_device
+from .draft_program import draft_program
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.engine.engine import Engine
 from .runtime.garbage_collection import collection_paused
@@ -78,6 +79,7 @@ class LLM(Engine):
         seconds = {"imports": import_seconds()}
         with timed(seconds), phase("load"):
             compiled = compiled_model(model, tokenizer, loading, compiling, device, known_modules)
+            drafts = draft_program(serving.speculative_config, compiled, loading, compiling, device, known_modules)
         compiled.program.report.seconds = seconds
         self._weights, self._module = compiled.weights, compiled.guard
         self.program: Program = compiled.program
@@ -91,6 +93,7 @@ class LLM(Engine):
                 default_params=default_params(compiled.recommended_params),
                 free_memory=free_memory(device),
                 before_step=self._check_unchanged,
+                draft_program=drafts,
                 **vars(serving),
             )
         self.engine: Engine = self

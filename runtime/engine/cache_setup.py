@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from ..autocast import without_autocast
 from ..blocks import BlockGroup, BlockManager
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs, whole_caches
 from ..cache.kv_cache import UNSTATED_MODEL_LEN
@@ -118,6 +119,13 @@ def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, opt
         # Slots shrink in proportion to blocks.
         unit += bytes_per_slot(program.caches) * counts[-1] // max(counts[:-1] or counts)
     return max(1, least // unit)
+
+
+def warm_up(program: Program, options: EngineOptions) -> None:
+    """Have a program whose steps are compiled or captured at planned sizes do so, if the options say when."""
+    if options.npu_warmup == "full" and (own := getattr(program, "warm_up", None)) is not None:
+        with without_autocast(program.device.type):
+            own()
 
 
 def longest_sequence(blocks: BlockManager, max_model_len: int | None, longest: int | None) -> tuple[int, str]:

@@ -131,6 +131,7 @@ class EngineCore:
         self.steps.close()
         close = getattr(self.state.runner.program, "close", None)
         del self.state.runner
+        self.state.drafting = self.state.batcher.planner.drafting = None
         if close is not None:
             close()
 
@@ -316,6 +317,8 @@ class EngineCore:
                 state.updated[submission.request_id] = submission
         self.steps.reset()
         state.runner.reset()
+        if state.drafting is not None:
+            state.drafting.reset()
         batcher.requeue_all()
         for request in batcher.waiting:
             if request.request_id not in completions:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -10,19 +11,25 @@ import numpy as np
 import torch
 
 from ..autocast import without_autocast
-from ..cache.cache_specs import has_state
+from ..cache.cache_specs import bytes_per_block, has_state, num_token_groups, token_specs
+from ..cache.kv_cache import default_num_blocks
+from ..program import Program
 from ..requests.request import Request
 from ..speculation.config import LENGTHS, read_speculative_config
 from ..speculation.draft_lengths import StepSeconds
+from ..speculation.draft_model import DraftModel
 from ..speculation.drafter import Drafter
 from ..speculation.drafting import Drafting
 from ..speculation.forced_tokens import ForcedTokens
 from ..speculation.suffix_tree import SuffixDrafter
 from ..step_metadata import StepMetadata
 from .beam_submission import BeamSubmission
-from .engine_options import EngineOptions
+from .cache_setup import warm_up
+from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .model_runner import PackedStep
 from .state import EngineState
+
+logger = logging.getLogger(__name__)
 
 _MEASURED: Final = (1, 2, 4, 8, 16, 32, 64)
 _RUNS: Final = 4  # of each size; the first two record it
@@ -30,7 +37,13 @@ _MOST_SECONDS: Final = 2.0
 
 
 def make_drafting(
-    state: EngineState, options: EngineOptions, *, forces_tokens: bool, runs_ahead: bool
+    state: EngineState,
+    options: EngineOptions,
+    *,
+    forces_tokens: bool,
+    runs_ahead: bool,
+    draft_program: Program | None = None,
+    free_memory: int | None = None,
 ) -> Drafting | None:
     """Make the drafters that the options ask for, and have the batcher's planner ask them; None without any.
 
@@ -39,10 +52,22 @@ def make_drafting(
         options: of the engine.
         forces_tokens: requests may have grammars.
         runs_ahead: see ``Drafting``.
+        draft_program: of the draft model, if the options ask for one.
+        free_memory: see ``EngineBase``; what the draft model may take of it.
+
+    Raises:
+        ValueError: the draft model is missing, or keeps state.
     """
     drafters: list[Drafter] = [ForcedTokens()] if forces_tokens and options.draft_forced_tokens else []
     if options.speculative_config is not None:
-        drafters.append(SuffixDrafter(read_speculative_config(options.speculative_config)))
+        config = read_speculative_config(options.speculative_config)
+        if config.method != DraftModel.name:
+            drafters.append(SuffixDrafter(config))
+        elif draft_program is None:
+            raise ValueError("speculative_config: an Engine needs draft_program=, or use LLM, which makes it")
+        else:
+            most = config.num_speculative_tokens
+            drafters.append(_draft_model(state, options, draft_program, free_memory, most))
     return draft_with(state, drafters, runs_ahead=runs_ahead, measures=options.speculative_config is not None)
 
 
@@ -74,39 +99,85 @@ def draft_with(
         )
         drafting.runs_ahead = runs_ahead
         if measures and program.device.type == "cpu":
-            with without_autocast("cpu"):
-                measure_steps(state, drafting.lengths.seconds)
+            size, pools = state.runner.block_size, batcher.block_manager.token_pools
+            room = min([pool.num_blocks * size for pool in pools], default=batcher.max_model_len)
+            most = min(batcher.max_num_seqs * (1 + LENGTHS[-1]), batcher.max_num_batched_tokens)
+            most = min(most, room, batcher.max_model_len)
+            measure_steps(program, drafting.lengths.seconds, most, size)
     state.drafting = batcher.planner.drafting = drafting
     return drafting
 
 
-def measure_steps(state: EngineState, seconds: StepSeconds) -> None:
-    """Run steps of few sizes on blocks that nobody has yet, and record their durations."""
+def share_of_memory(program: Program, draft_program: Program) -> float:
+    """Return the share of the memory for both KV caches that the target's takes: both hold as many tokens."""
+    own, drafts = bytes_per_block(program.caches, 1), bytes_per_block(draft_program.caches, 1)
+    return own / (own + drafts) if own else 0.5
+
+
+def _draft_model(
+    state: EngineState, options: EngineOptions, program: Program, free_memory: int | None, most: int
+) -> DraftModel:
+    """A drafter whose KV cache holds as many tokens as the target's, or as there can be in running requests."""
+    batcher = state.batcher
+    size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
+    longest = min(batcher.max_model_len, program.max_model_len or batcher.max_model_len)
+    num_blocks = options.max_num_seqs * -(-longest // size)
+    pools = batcher.block_manager.token_pools
+    if pools:
+        tokens = max([pool.max_blocks for pool in pools]) * batcher.block_manager.block_size
+        num_blocks = min(num_blocks, -(-tokens // size))
+    elif token_specs(program.caches):
+        num_blocks = default_num_blocks(
+            token_specs(program.caches), size, options.max_num_seqs, longest, memory=free_memory
+        )
+    drafter = DraftModel(
+        program,
+        num_blocks,
+        size,
+        most=most,
+        vocab_size=state.runner.program.vocab_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_model_len=longest,
+    )
+    logger.info(
+        "draft model: KV cache of %d blocks, %d bytes", num_blocks, num_blocks * bytes_per_block(program.caches, size)
+    )
+    warm_up(program, options)
+    if program.device.type == "cpu":
+        measure_steps(program, drafter.seconds, min(2 * options.max_num_seqs, longest, num_blocks * size), size)
+    return drafter
+
+
+def measure_steps(program: Program, seconds: StepSeconds, most: int, block_size: int) -> None:
+    """Run steps of few sizes on blocks that nobody has yet, and record their durations.
+
+    Args:
+        program: on the CPU, with its caches.
+        seconds: gets the durations.
+        most: rows of a step.
+        block_size: tokens per block.
+    """
     began = time.perf_counter()
-    most = min(state.batcher.max_num_seqs * (1 + LENGTHS[-1]), state.batcher.max_num_batched_tokens)
-    room = min([pool.num_blocks for pool in state.batcher.block_manager.token_pools], default=most)
-    for rows in _MEASURED:
-        if rows > min(most, room * state.runner.block_size, state.batcher.max_model_len):
-            return
+    for rows in [rows for rows in _MEASURED if rows <= most]:
         durations = []
-        packed = _junk_step(state, rows)
+        packed = _junk_step(program, rows, block_size)
         for _ in range(_RUNS):
             started = time.perf_counter()
-            with torch.inference_mode():
-                state.runner.program(*packed)
+            with torch.inference_mode(), without_autocast("cpu"):
+                program(*packed)
             durations.append(time.perf_counter() - started)
         seconds.measure(rows, min(durations), is_settled=True)
         if time.perf_counter() - began > _MOST_SECONDS:
             return
 
 
-def _junk_step(state: EngineState, rows: int) -> PackedStep:
+def _junk_step(program: Program, rows: int, size: int) -> PackedStep:
     """A sequence of so many tokens, in the first blocks of the caches."""
-    size = state.runner.block_size
     places = torch.arange(rows)
     table = torch.arange(-(-rows // size), dtype=torch.int32)[None]
-    stored = has_state(state.runner.program.caches)
-    groups = len(state.batcher.block_manager.token_pools)
+    stored = has_state(program.caches)
+    groups = num_token_groups(program.caches)
     return (
         torch.zeros(1, rows, dtype=torch.int64),
         places[None],

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import proxy
 
-from ..autocast import without_autocast
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
 from ..batching.cache_events import CacheEvents
 from ..blocks import BlockManager
@@ -23,9 +23,9 @@ from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
-from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches
+from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches, warm_up
 from .core import EngineCore, Result
-from .draft_setup import make_drafting
+from .draft_setup import make_drafting, share_of_memory
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
 from .look_ahead import LookAhead
 from .model_runner import ModelRunner
@@ -46,6 +46,7 @@ class EngineBase:
             ``default_num_blocks``.
         batches: to form batches that run to their end, for comparison; None: continuous batching.
         before_step: called where a step is about to be planned.
+        draft_program: the compiled draft model that ``speculative_config`` asks for; on the same device.
         sizes: of the KV cache and of steps, and how to schedule: the fields of ``EngineOptions``.
 
     Raises:
@@ -62,6 +63,7 @@ class EngineBase:
         free_memory: int | None = None,
         batches: Batches | None = None,
         before_step: Callable[[], None] = lambda: None,
+        draft_program: Program | None = None,
         **sizes: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -72,6 +74,14 @@ class EngineBase:
         if options.max_model_len is not None and longest is not None and options.max_model_len > longest:
             raise ValueError(f"max_model_len={options.max_model_len} exceeds the model's {longest}; lower it")
         block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
+        draft_memory = None
+        if draft_program is not None:
+            share = share_of_memory(program, draft_program)
+            if options.cache_bytes is not None:
+                options = replace(options, kv_cache_memory=int(share * options.cache_bytes))
+            if free_memory is not None:
+                draft_memory = int((1 - share) * free_memory)
+                free_memory -= draft_memory
         planned = plan_caches(program, block_size, options, free_memory)
         groups = block_groups(program, planned, block_size, options)
         self.block_manager = BlockManager(groups, block_size, enable_prefix_caching=options.enable_prefix_caching)
@@ -100,9 +110,7 @@ class EngineBase:
         stored = [group.num_host_blocks for group in groups]
         host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
         self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
-        if options.npu_warmup == "full" and (warm_up := getattr(program, "warm_up", None)) is not None:
-            with without_autocast(program.device.type):
-                warm_up()
+        warm_up(program, options)
         self.sampler = Sampler(sorted(self.eos_token_ids))
         make_copier = getattr(program, "copier", BlockCopier)
         copier = make_copier(cache, host, [spec.group for spec in program.caches])
@@ -113,7 +121,14 @@ class EngineBase:
             kind = PipelinedSteps
         steps = kind(state, self.sampler, copier)
         if kind is not PipelinedSteps:
-            state.drafting = make_drafting(state, options, forces_tokens=tokenizer is not None, runs_ahead=runs_ahead)
+            state.drafting = make_drafting(
+                state,
+                options,
+                forces_tokens=tokenizer is not None,
+                runs_ahead=runs_ahead,
+                draft_program=draft_program,
+                free_memory=draft_memory,
+            )
         elif options.speculative_config is not None:
             raise ValueError(
                 "speculative_config: a pipeline drafts with async_scheduling=False only; omit one of them"

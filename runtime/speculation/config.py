@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +12,9 @@ from ..shown import shown
 LENGTHS = (0, 1, 3, 7)
 """Drafts of a request in one step: few sizes, so that recorded steps and captured graphs repeat."""
 
-METHODS = ("suffix", "ngram")
-_LATER = ("mtp", "draft_model")
+METHODS = ("suffix", "ngram", "draft_model")
 _KEYS = {
+    "draft_model": ("model",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
         *("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
@@ -25,11 +26,12 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Settings of a drafter that looks its drafts up in earlier tokens.
+    """Settings of a drafter: one that looks its drafts up in earlier tokens, or a model.
 
     Attributes:
-        method: ``"suffix"`` or ``"ngram"``.
+        method: ``"suffix"``, ``"ngram"`` or ``"draft_model"``.
         num_speculative_tokens: most drafts of a request in one step; text that a grammar forces is not counted.
+        model: checkpoint folder or hub id of the draft model.
         least_match: tokens at the end of a sequence that must occur earlier.
         longest_match: tokens that are compared.
         spec_factor: drafts per matching token; None: as many as may be.
@@ -39,6 +41,7 @@ class SpeculativeConfig:
 
     method: str
     num_speculative_tokens: int = LENGTHS[-1]
+    model: str = ""
     least_match: int = 3
     longest_match: int = 24
     spec_factor: float | None = 1.0
@@ -55,15 +58,23 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     if not isinstance(given, Mapping):
         raise ValueError(f'speculative_config={shown(given)} is not a dictionary; use {{"method": "suffix"}}')
     method = given.get("method")
-    if isinstance(method, str) and method in _LATER:
-        raise ValueError(f"speculative_config: method {method!r} is not supported yet; use 'suffix' or 'ngram'")
+    remedy = "use 'suffix', 'ngram' or 'draft_model'"
+    if method == "mtp":
+        raise ValueError(f"speculative_config: method 'mtp' is not supported yet; {remedy}")
     if not isinstance(method, str) or method not in METHODS:
-        raise ValueError(f"speculative_config: method {shown(method)} is not known; use 'suffix' or 'ngram'")
+        raise ValueError(f"speculative_config: method {shown(method)} is not known; {remedy}")
     known = ("method", "num_speculative_tokens", *_KEYS[method])
     for key in given:
         if key not in known:
             raise ValueError(f"speculative_config: key {shown(key)} is not one of {method!r}; use {', '.join(known)}")
     most = _whole(given, "num_speculative_tokens", LENGTHS[-1])
+    if method == "draft_model":
+        model = given.get("model")
+        if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+            raise ValueError(
+                f"speculative_config: model={shown(model)} names no draft model; use a checkpoint folder or hub id"
+            )
+        return SpeculativeConfig(method, most, os.fspath(model))
     if method == "ngram":
         least, longest = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
         # vLLM's defaults: 5 for both; of one alone, the other is the same.
@@ -73,12 +84,13 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
             raise ValueError(
                 f"speculative_config: prompt_lookup_min={least} is above prompt_lookup_max={longest}; lower it"
             )
-        return SpeculativeConfig(method, most, least, longest, None, 0.0, 0)
+        return SpeculativeConfig(method, most, "", least, longest, None, 0.0, 0)
     default = SpeculativeConfig("suffix")
     longest = _whole(given, "suffix_decoding_max_tree_depth", default.longest_match)
     return SpeculativeConfig(
         method,
         most,
+        "",
         min(default.least_match, longest),
         longest,
         _number(given, "suffix_decoding_max_spec_factor", default.spec_factor or 1.0),

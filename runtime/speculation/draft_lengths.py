@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -135,6 +135,7 @@ class _Judgement:
     rest: int = 0  # steps left
     next_rest: int = REST
     is_probed: bool = False  # its next drafts are tried, whatever is expected of them
+    length: int = LENGTHS[-1]  # of the drafts that it computed last
     by_request: WeakKeyDictionary[Request, Acceptance] = field(default_factory=WeakKeyDictionary)
 
     def take_a_rest(self) -> None:
@@ -239,6 +240,46 @@ class DraftLengths:
         else:
             self.decline(drafters)
         return self.current
+
+    def to_compute(
+        self,
+        drafter: str,
+        requests: Sequence[Request],
+        rows: int,
+        others: int,
+        most: int,
+        seconds_of: Callable[[int], float],
+    ) -> int:
+        """Return how many drafts a drafter should compute for each of the requests; 0 is counted as ``decline``.
+
+        Args:
+            drafter: its name.
+            requests: those that it drafts for.
+            rows: of the step without drafts.
+            others: further sequences of the step that get a token.
+            most: of each.
+            seconds_of: what it takes to compute so many.
+        """
+        own, count = self._drafters[drafter], len(requests)
+        best, best_speed, own_speed = 0, 0.0, 0.0
+        lengths = [length for length in self.lengths if length <= most]
+        for length in lengths:
+            tokens = others + count + sum([self._acceptance(r, drafter).expected(length) for r in requests])
+            speed = tokens / (self.seconds.of(rows + count * length) + seconds_of(length))
+            if length == own.length:
+                own_speed = speed
+            if speed > best_speed:
+                best, best_speed = length, speed
+        if best_speed > own_speed * HYSTERESIS:
+            own.length = best
+        if not own.length and own.is_probed:
+            return lengths[1]
+        if own.length:
+            # Further rows would have none of its drafts.
+            self.current = own.length
+        else:
+            self.decline([drafter])
+        return own.length
 
     def decline(self, drafters: Iterable[str]) -> None:
         """Record that drafters were asked for nothing."""

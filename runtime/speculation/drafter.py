@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..requests.request import Request
 
@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 class Drafter(Protocol):
     """Proposes tokens that may follow a request's. Wrong ones cost time only: a draft is accepted where the request's
     own draw yields it. What a drafter remembers of a request may be approximate or lost.
-
-    A drafter that computes its drafts for all requests in one batch also has ``propose_all(requests, most)``, which
-    is called when a step is settled; ``propose`` then returns what that has computed.
 
     Attributes:
         name: of its figures.
@@ -36,6 +33,27 @@ class Drafter(Protocol):
 
     def finished(self, request: Request) -> None:
         """Forget a request that has ended."""
+
+
+@runtime_checkable
+class BatchDrafter(Drafter, Protocol):
+    """Computes its drafts for all requests of a step in one batch; ``propose`` returns what that has computed.
+
+    Attributes:
+        most: most drafts of a request.
+    """
+
+    most: int
+
+    def propose_all(self, requests: Sequence[Request], most: int) -> None:
+        """Compute up to ``most`` drafts for each request. Called while a step is planned, when the tokens of all
+        requests are settled."""
+
+    def seconds_of(self, count: int, length: int) -> float:
+        """Return about how long ``propose_all`` takes for ``length`` drafts of ``count`` requests."""
+
+    def reset(self) -> None:
+        """Forget all requests, whatever state an interrupted call left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +87,15 @@ class Drafters:
         self.num_failed = 0
         self._vocab_size = vocab_size
         self._reported: set[str] = set()
+
+    def propose_all(self, drafter: BatchDrafter, requests: Sequence[Request], most: int) -> bool:
+        """Have a drafter compute up to ``most`` drafts for each request; returns whether it did."""
+        try:
+            drafter.propose_all(requests, most)
+        except Exception as error:
+            self._report(drafter, repr(error))
+            return False
+        return True
 
     def propose(self, request: Request, most: int, resting: frozenset[str]) -> Proposal | None:
         """Return up to ``most`` drafts of the first drafter that has some, without those that are ``resting``."""

@@ -7,9 +7,11 @@ and nothing cached is evicted, for a draft.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from ..batching import Batcher, ScheduledRequest
@@ -17,7 +19,7 @@ from ..batching.schedule import Plan
 from ..requests.request import Request
 from .config import LENGTHS
 from .draft_lengths import Candidate, DraftLengths
-from .drafter import Drafter, Drafters
+from .drafter import BatchDrafter, Drafter, Drafters
 from .forced_tokens import ForcedTokens
 
 BEAMS: Final = "beam_search"
@@ -97,6 +99,8 @@ class Drafting:
         self.runs_ahead = False
         self.figures = DraftFigures(0, 0, [0] * self.lengths.lengths[-1], Counter())
         self._lookups = frozenset(drafter.name for drafter in drafters) - {ForcedTokens.name}
+        self._batch_drafters = [drafter for drafter in drafters if isinstance(drafter, BatchDrafter)]
+        self._drafting_seconds = 0.0  # of batch drafters, not judged yet
         self._latest: dict[Request, str] = {}  # drafter of its last drafts
 
     def is_due(self) -> bool:
@@ -162,11 +166,11 @@ class Drafting:
     ) -> tuple[list[Candidate], list[ScheduledRequest]]:
         """Those with drafts, and those that get a token without."""
         candidates, others = [], []
-        resting, fills = self.lengths.resting(), not self.batcher.block_manager.has_state
-        for item in items:
-            if not item.is_last_chunk:
-                continue
-            request, room = item.request, self._room(item)
+        fills = not self.batcher.block_manager.has_state
+        rooms = [(item, self._room(item)) for item in items if item.is_last_chunk]
+        resting = self._compute(rooms, sum([item.num_tokens for item in items]), budget)
+        for item, room in rooms:
+            request = item.request
             left = min(room - item.num_tokens, budget)
             proposal = self.drafters.propose(request, left, resting) if left > 0 else None
             if proposal is not None and request.grammar is not None:
@@ -176,6 +180,29 @@ class Drafting:
             else:
                 candidates.append(Candidate(request, proposal, item.num_tokens, room, fills))
         return candidates, others
+
+    def _compute(self, rooms: Sequence[tuple[ScheduledRequest, int]], rows: int, budget: int) -> frozenset[str]:
+        """Let drafters compute their drafts for shares with room; returns the drafters that are not to be asked."""
+        resting, idle = self.lengths.resting(), set()
+        requests = [item.request for item, room in rooms if room > item.num_tokens]
+        for drafter in self._batch_drafters:
+            name, count = drafter.name, len(requests)
+            if name in resting:
+                continue
+            most = min(drafter.most, budget // max(count, 1))
+            length = 0
+            if count and most:
+                seconds_of = partial(drafter.seconds_of, count)
+                length = self.lengths.to_compute(name, requests, rows, len(rooms) - count, most, seconds_of)
+            if not length:
+                idle.add(name)
+                continue
+            started = time.perf_counter()
+            if not self.drafters.propose_all(drafter, requests, length):
+                self.lengths.decline([name])
+                idle.add(name)
+            self._drafting_seconds += time.perf_counter() - started
+        return resting | idle
 
     def _room(self, item: ScheduledRequest) -> int:
         """Most rows of a request's share, its known tokens among them."""
@@ -233,7 +260,9 @@ class Drafting:
                 drafters.add(drafter)
         if drafters and is_decode:
             plain = lengths.seconds.of(len(scheduled))
-            lengths.judge(sorted(drafters), sum(given), len(scheduled), seconds, plain)
+            taken = seconds + self._drafting_seconds
+            lengths.judge(sorted(drafters), sum(given), len(scheduled), taken, plain)
+            self._drafting_seconds = 0.0
         lengths.seconds.measure(rows, seconds)
 
     def _note(self, item: ScheduledRequest, accepted: int) -> None:
@@ -251,6 +280,12 @@ class Drafting:
         """Forget a request that has ended."""
         self._latest.pop(request, None)
         self.drafters.finished(request)
+
+    def reset(self) -> None:
+        """Forget what is known of requests."""
+        self._latest.clear()
+        for drafter in self._batch_drafters:
+            drafter.reset()
 
     def stats(self) -> dict[str, int | float]:
         """Figures for ``Engine.stats``, by vLLM's names where it has them."""

@@ -117,9 +117,11 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     ("given", "message"),
     [
         ({}, "method None is not known"),
-        ({"method": "medusa"}, "method 'medusa' is not known; use 'suffix' or 'ngram'"),
+        ({"method": "medusa"}, "method 'medusa' is not known; use 'suffix', 'ngram' or 'draft_model'"),
         ({"method": "mtp", "num_speculative_tokens": 3}, "method 'mtp' is not supported yet"),
-        ({"method": "draft_model", "model": "small"}, "method 'draft_model' is not supported yet"),
+        ({"method": "draft_model"}, "model=None names no draft model; use a checkpoint folder or hub id"),
+        ({"method": "draft_model", "model": 3}, "model=3 names no draft model"),
+        ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "key 'prompt_lookup_max' is not one of"),
         ({"method": "ngram", "model": "small"}, "key 'model' is not one of 'ngram'; use method, num_spec"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "key 'prompt_lookup_max' is not one of 'suffix'"),
         ({"method": "suffix", "num_speculative_tokens": 0}, "num_speculative_tokens=0 is not a whole number from 1"),

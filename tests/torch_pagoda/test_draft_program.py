@@ -1,0 +1,71 @@
+"""``LLM`` with a draft model: loaded, compared, refused, freed."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+import torch_pagoda as pagoda
+
+from tiny_models import build_tiny_model
+
+PROMPTS = ["Return the value", "the", "If the list is empty, the list of the list is"]
+PARAMS = pagoda.SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+
+
+def test_a_model_drafts_for_itself(checkpoint: Path, fast: dict[str, Any]) -> None:
+    expected = [o.outputs[0].token_ids for o in pagoda.LLM(checkpoint, **fast).generate(PROMPTS, PARAMS)]
+    with pagoda.LLM(checkpoint, speculative_config=config_of(checkpoint), **fast) as llm:
+        lengths = llm._core.state.drafting.lengths  # type: ignore[union-attr]
+        lengths.choose = lengths.to_compute = lambda *given: 3  # type: ignore[method-assign]
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
+        stats = llm.stats()
+        assert stats["spec_decode_num_accepted_tokens"] == stats["spec_decode_num_draft_tokens"] > 0
+        assert stats["steps"] == 1 + 24 // 4
+        drafter = llm._core.state.drafting.drafters.drafters[-1]  # type: ignore[union-attr]
+        drafts = weakref.ref(drafter.program)  # type: ignore[attr-defined]
+        assert drafts() is not llm.program
+        del drafter, lengths
+    gc.collect()
+    assert drafts() is None, "the draft model outlives its engine"
+
+
+@pytest.fixture
+def other(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, checkpoint: Path) -> Path:
+    """The same model, with another added token."""
+    own = PreTrainedTokenizerFast.from_pretrained(checkpoint)
+    own.add_tokens([AddedToken("<tool>")])
+    build_tiny_model("llama").save_pretrained(tmp_path)
+    own.save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_another_vocabulary_is_refused(checkpoint: Path, other: Path, fast: dict[str, Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"speculative_config: model='.*' has another vocabulary: id \d+ is '<tool>'"
+    ):
+        pagoda.LLM(checkpoint, speculative_config=config_of(other), **fast)
+
+
+def test_a_model_with_states_is_refused(
+    checkpoint: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, fast: dict[str, Any]
+) -> None:
+    build_tiny_model("mamba").save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"speculative_config: model='.*' keeps a state for each sequence"):
+        pagoda.LLM(checkpoint, speculative_config=config_of(tmp_path), **fast)
+
+
+def test_a_missing_draft_model_is_named(checkpoint: Path, tmp_path: Path, fast: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="nowhere"):
+        pagoda.LLM(checkpoint, speculative_config=config_of(tmp_path / "nowhere"), **fast)
