@@ -91,5 +91,5 @@ def _noting_tokens(self: AclGraphs, args: Any) -> Any:
 if __name__ == "__main__":
     if is_offline():
         import torch_npu  # noqa: F401
-    with _as_devices(int(sys.argv[-3])):
+    with _as_devices(int(sys.argv[-4])):
         sys.exit(main(sys.argv[1:], load_program))
