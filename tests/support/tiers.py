@@ -28,7 +28,7 @@ TIERS = ("quick", "process", "whole", "npu", "grid")
 OWN = ("slow", "torchair", "sanitize", "aarch64", "acceptance", "formats", "cuda")
 """Tiers whose tests are marked by hand, since they need what a machine may lack, or hours."""
 
-LARGE = 12
+LARGE = 8
 TESTS = Path(__file__).parents[1]
 
 
