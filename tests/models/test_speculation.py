@@ -106,3 +106,21 @@ def test_wrong_drafts_change_nothing(model: str) -> None:
 def test_caches_of_int8(model: str) -> None:
     """Rows that were rejected are written over with their scales."""
     check(model, "greedy", "chunks", 0.6, "int8")
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("model", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_moe", "gpt2"])
+def test_a_model_that_drafts_for_itself_is_always_right(model: str, kv_cache_dtype: str) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+    options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, **SIZES["chunks"]}
+    expected, _ = run(Engine(program(model, kv_cache_dtype), **options), params)
+    drafts = build_program(build_tiny_model(model), CompileOptions(codegen="none", kv_cache_dtype=kv_cache_dtype))
+    config = {"method": "draft_model", "model": model}
+    engine = Engine(program(model, kv_cache_dtype), draft_program=drafts, speculative_config=config, **options)
+    drafting = engine._core.state.drafting
+    assert drafting is not None
+    drafting.lengths.choose = drafting.lengths.to_compute = lambda *given: 3  # type: ignore[method-assign]
+    found, _ = run(engine, params)
+    assert found == expected
+    stats = engine.stats()
+    assert stats["spec_decode_num_accepted_tokens"] > 0.97 * stats["spec_decode_num_draft_tokens"] > 0

@@ -267,3 +267,14 @@ def test_states_are_refused() -> None:
 def test_an_engine_needs_the_program() -> None:
     with pytest.raises(ValueError, match="needs draft_program="):
         Engine(toy(), block_size=4, num_blocks=8, speculative_config={"method": "draft_model", "model": "x"})
+
+
+@pytest.mark.parametrize("with_kv", [True, False], ids=["hybrid", "state"])
+def test_a_model_with_states_can_have_a_draft_model(with_kv: bool) -> None:
+    target = ToyStateProgram(with_kv=with_kv)
+    answers = {tuple(prompt): target.dense_greedy(prompt, 30) for prompt in PROMPTS[:3]}
+    engine = make_engine(target, toy(vocab_size=target.vocab_size), 3, 3)
+    outputs = engine.generate(PROMPTS[:3], greedy(22))
+    assert [o.outputs[0].token_ids for o in outputs] == [answers[tuple(prompt)][:22] for prompt in PROMPTS[:3]]
+    assert engine.stats()["spec_decode_num_draft_tokens"] > 30 and target.mistakes == []
+    check_empty(engine)
