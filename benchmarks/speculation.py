@@ -1,6 +1,6 @@
 """Speculative decoding: speed with and without drafts, sides in turns, and what acceptance and costs predict.
 
-    python benchmarks/speculation.py examples/tiny-pydoc --methods none,ngram,draft_model --streams 1,8,32
+    python benchmarks/speculation.py examples/tiny-pydoc --methods none,wrong,ngram,suffix --streams 1,8,32
     python benchmarks/speculation.py examples/tiny-pydoc --parts forced,recorded,repeated --rounds 3
 
 Parts:
@@ -258,7 +258,9 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="examples/tiny-pydoc")
     parser.add_argument("--parts", default="methods,recorded,repeated,forced")
     parser.add_argument("--methods", default="none,wrong,ngram,suffix", type=lambda text: text.split(","))
-    parser.add_argument("--draft-model", default="examples/tiny-pydoc-draft", help="of the method draft_model")
+    parser.add_argument(
+        "--draft-model", help="checkpoint of the method draft_model, such as train_tiny.py --draft writes"
+    )
     parser.add_argument("--streams", default="1,8,32", type=lambda text: list(map(int, text.split(","))))
     parser.add_argument("--dtype", default="float32", help="in bfloat16, give --batch-invariant for equal tokens")
     parser.add_argument("--batch-invariant", action="store_true")
@@ -271,6 +273,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.methods[0] != "none":
         parser.error("--methods begins with none, which the others are compared with")
+    if "draft_model" in given.methods and given.draft_model is None:
+        parser.error("--methods draft_model needs --draft-model")
     parts = {
         "methods": measure_methods,
         "recorded": measure_recorded,

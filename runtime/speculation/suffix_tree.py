@@ -230,7 +230,6 @@ class SuffixDrafter:
         if own is None:
             own = self._own[request] = OwnTokens()
         ids = own.follow(request)
-        most = min(most, self._config.num_speculative_tokens)
         found = own_match(ids, self._config, most)
         if self.shared is not None:
             tail = ids[-self._config.longest_match :].tolist()
