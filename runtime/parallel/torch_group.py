@@ -19,6 +19,7 @@ from ..ops.collectives import GROUP
 from .group import Agreement, CollectiveFailed, GroupFailed
 
 _PART = timedelta(seconds=0.2)
+_END_SECONDS = 1.0
 
 
 class TorchGroup:
@@ -49,7 +50,8 @@ class TorchGroup:
     ) -> None:
         self.rank, self.size, self.name = rank, size, name
         self._ranks: Any = None
-        self._is_aborted = self._is_under_way = False
+        self._is_aborted = False
+        self._work: Any = None  # the exchange that is under way
         self.seconds = 0.0
         self._meeting: int | None = None
         self.store: Any = None
@@ -113,7 +115,7 @@ class TorchGroup:
         options.rootRank, options.rootTensor = source, 0
         with self._explained():
             work = self._group.broadcast([x], options)
-        self._is_under_way = True
+        self._work = work
         return Sending(self, work, x)
 
     def agree(self, value: int, how: Agreement, name: str = "value") -> int:
@@ -130,7 +132,11 @@ class TorchGroup:
 
     def close(self) -> None:
         """See ``RankGroup``; a second call does nothing."""
-        if self._is_under_way and self._ranks is not None:
+        work, self._work = self._work, None
+        until = time.monotonic() + _END_SECONDS
+        while work is not None and not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.01)  # with a rank that has ended, it fails
+        if self._ranks is not None and work is not None and not work.is_completed():
             # torch waits for the exchange before it frees the group, as long as its timeout; so nobody frees it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._ranks))
             self._ranks = self._meeting = None
@@ -150,18 +156,21 @@ class TorchGroup:
 
     def _wait(self, work: Any) -> None:
         """Wait for an exchange: in parts, since torch's ``abort`` does not end one with a process that is stopped."""
-        self._is_under_way = True
-        while not self._is_aborted:
-            try:
-                work.wait(_PART)
-                break
-            except RuntimeError:
-                if work.is_completed():
-                    self._is_under_way = False
-                    raise
-        else:
-            raise CollectiveFailed(self.rank, "has left an exchange, as another rank has failed")
-        self._is_under_way = False
+        self._work = work
+        try:
+            while not self._is_aborted:
+                try:
+                    work.wait(_PART)
+                    break
+                except RuntimeError:
+                    if work.is_completed():
+                        self._work = None
+                        raise
+            else:
+                raise CollectiveFailed(self.rank, "has left an exchange, as another rank has failed")
+        finally:
+            del work  # which a traceback would keep, and the group's sockets with it
+        self._work = None
 
     def _exchanged(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         begin = time.perf_counter()
@@ -178,7 +187,10 @@ class TorchGroup:
     def finish(self, work: Any) -> None:
         """Wait for an exchange that has begun."""
         with self._explained():
-            self._wait(work)
+            try:
+                self._wait(work)
+            finally:
+                del work
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -208,7 +208,7 @@ def test_ranks_that_nobody_has_any_more_end():
 @pytest.mark.usefixtures("forks")
 def test_ranks_that_would_compute_otherwise_are_refused(monkeypatch):
     monkeypatch.setattr("torch_pagoda.runtime.parallel.launch.facts", lambda threads: {"processor": os.getpid()})
-    with pytest.raises(GroupFailed, match=r"rank 1 has another processor than rank 0: \d+, not \d+"):
+    with pytest.raises(GroupFailed, match=r"rank 1 has another processor than rank 0: .*, not \d+"):
         toy_ranks.start()
 
 
