@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._dynamo.source import LocalSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import value
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from .graph_data import CannotStore, from_data
 from .restore import Outdated, StoredProgram
+
+if TYPE_CHECKING:
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
 Size = int | tuple[str, int]
 """A number, or the name of a symbol and what is added to it."""
@@ -87,6 +87,11 @@ def canonical_graph(
     """
     linkage = stored.linkage
     module = from_data(stored.graph)
+    # Not at the top: a start from a stored program imports no compiler.
+    from torch._dynamo.source import LocalSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
     shapes = ShapeEnv()
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True)
     symbols: dict[str, Any] = {}

@@ -28,6 +28,7 @@ from .host_group import on_host
 from .stage_group import meet_in_stages
 from .torch_group import TorchGroup
 
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PROOF_BYTES = 32
 _PROOF_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
@@ -57,15 +58,14 @@ class Place:
         Raises:
             ValueError: no launcher has set them.
         """
-        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in names if name not in os.environ]:
+        if missing := [name for name in _OF_LAUNCHERS if name not in os.environ]:
             raise ValueError(
                 f"distributed_executor_backend='external_launcher' needs {', '.join(missing)} in the environment; "
                 "start the script by torchrun, or omit the option"
             )
         size = int(os.environ["WORLD_SIZE"])
         rank = int(os.environ["RANK"])
-        local_size, local_rank = (os.environ.get(f"LOCAL_{name}") for name in ("WORLD_SIZE", "RANK"))
+        local_size, local_rank = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("LOCAL_RANK")
         return cls(rank, size, int(local_size or size), int(local_rank or rank))
 
 
