@@ -27,7 +27,8 @@ DIMS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1
 def planned(model: Any) -> Iterator[tuple[str, int]]:
     """Weights inside the layers that the plan cuts, and the dim, counted from the last."""
     for name, tensor in model.named_parameters():
-        inner = name.removeprefix(f"{model.base_model_prefix}.")
+        # Llama 4's prefix is not the name of its base model.
+        inner = name.removeprefix(f"{model.base_model_prefix}.").removeprefix("model.")
         module = inner.removesuffix(".weight")
         for pattern, style in model.config.base_model_tp_plan.items():
             wanted = re.escape(pattern).replace(r"\*", r"\d+")
