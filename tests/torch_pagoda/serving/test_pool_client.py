@@ -63,11 +63,14 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
 def test_facts_are_those_of_all() -> None:
     async def use() -> None:
         engines = [toy_engine(max_num_seqs=2, max_queue=3), toy_engine(max_num_seqs=4, max_queue=5)]
-        async with pool(*engines, reports=False) as (client, _):
+        async with pool(*engines, reports=False) as (client, clients):
             assert (client.hello.max_num_seqs, client.hello.max_queue) == (6, 8)
             assert client.state == "ready" and client.seconds_since_heard == 0
             assert client.stats["block_size"] == 4 and client.stats["blocks_total"] == 128
             assert len(client.stats_of_engines) == 2
+            for number, used in enumerate((0.25, 0.75)):
+                clients[number]._counters.update({"utilization": used, "prefix_hit_rate": 0.9, "draft_length": 3})
+            assert client.stats["utilization"] == 0.5 and client.stats["draft_length"] == 3
 
     asyncio.run(use())
 

@@ -17,8 +17,9 @@ from .wire import CacheChange, Delta, Hello, Submit
 
 logger = logging.getLogger(__name__)
 
-_NOT_SUMMED = ("block_size", "ranks", "prefix_hit_rate", "graph_sizes")
-"""Keys of ``Engine.stats`` that are no counts."""
+_SHARED = ("block_size", "ranks", "graph_sizes", "draft_length")
+_RATIOS = ("utilization", "internal_fragmentation")
+"""Keys of ``Engine.stats`` that are no counts: those of the last engine stand for all, or their mean does."""
 
 
 class PoolClient:
@@ -66,13 +67,15 @@ class PoolClient:
 
     @property
     def stats(self) -> Mapping[str, int | float]:
-        """Sums over the engines."""
+        """Sums over the engines; of ratios the mean."""
         total: dict[str, int | float] = {}
         for stats in self.stats_of_engines:
             for name, value in stats.items():
-                total[name] = value if name in _NOT_SUMMED else total.get(name, 0) + value
-        if queries := total.get("prefix_query_tokens", 0):
-            total["prefix_hit_rate"] = total["prefix_hit_tokens"] / queries
+                total[name] = value if name in _SHARED else total.get(name, 0) + value
+        for name in total.keys() & set(_RATIOS):
+            total[name] /= len(self._clients)
+        if "prefix_hit_rate" in total:
+            total["prefix_hit_rate"] = total.get("prefix_hit_tokens", 0) / max(total.get("prefix_query_tokens", 0), 1)
         return total
 
     @property
