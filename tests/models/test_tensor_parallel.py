@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from served_ranks import GREEDY, SIZES, check_ranks, prompts, tokens
 from word_tokenizers import word_tokenizer
 
 import torch_pagoda as pagoda
@@ -27,73 +28,20 @@ from torch_pagoda.runtime.parallel.messages import encode
 from torch_pagoda.runtime.parallel.torchrun import host_id
 from torch_pagoda.shipping import load_program, other_ranks
 
-from hf_reference import greedy_without_cache
 from tiny_models import build_tiny_model
 
 ARCHITECTURES = (
     *("llama", "gpt2", "falcon", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v32"),
     *("qwen3_5_text", "nemotron_h", "mamba", "olmo2", "mixtral", "cohere2", "bloom"),
 )
-SIZES: dict[str, Any] = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-LENGTHS = (4, 70, 21, 9, 40)
-"""Of prompts: some are cut into chunks, and not all fit into the cache together."""
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folders of tiny checkpoints."""
-    made: dict[str, Path] = {}
-
-    def get(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            build_tiny_model(kind).save_pretrained(made[kind])
-        return made[kind]
-
-    return get
-
-
-@pytest.fixture
-def several_processors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """More than this machine has."""
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    yield
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(2)
-    return [torch.randint(3, 250, (n,), generator=generator).tolist() for n in LENGTHS]
-
-
-def tokens(outputs: list[Any]) -> list[list[list[int]]]:
-    return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
-
-
-def served(folder: Path, ranks: int, **options: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Greedy tokens, samples of two and beams of all prompts, one of them twice more; and figures of the engine."""
-    with pagoda.LLM(folder, tensor_parallel_size=ranks, **SIZES, **options) as llm:
-        greedy = tokens(llm.generate(prompts(), GREEDY))
-        again = [tokens(llm.generate(prompts()[1:2], GREEDY)) for _ in range(2)]
-        sampled = SamplingParams(max_tokens=6, temperature=1.0, seed=5, n=2, ignore_eos=True)
-        pairs = tokens(llm.generate(prompts()[:2], sampled))
-        beams = llm.beam_search(prompts()[2:4], pagoda.BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True))
-        found = [list(sequence.token_ids) for output in beams for sequence in output.sequences]
-        return [greedy, again, pairs, found], llm.stats()
 
 
 def check(
     kind: str, ranks: int, folder: Path, expert_parallel_size: int | None = None, **options: Any
 ) -> dict[str, Any]:
     """Compare with transformers and with one process."""
-    found, stats = served(folder, ranks, expert_parallel_size=expert_parallel_size, **options)
-    alone, _ = served(folder, 1, **options)
-    assert found == alone
-    if not options.get("kv_cache_dtype"):
-        model = build_tiny_model(kind)
-        assert found[0] == [[greedy_without_cache(model, prompt, GREEDY.max_tokens).tokens] for prompt in prompts()]
-    assert stats["ranks"] == ranks
-    return stats
+    asked = {"tensor_parallel_size": ranks, "expert_parallel_size": expert_parallel_size}
+    return check_ranks(kind, folder, asked, **options)
 
 
 def test_two_ranks_serve_the_tokens_of_transformers(saved: Callable[[str], Path]) -> None:

@@ -18,7 +18,7 @@ from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import References, rewrite
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify import lockstep
-from torch_pagoda.compiler.verify.self_check import Reference, check, reference_of_model
+from torch_pagoda.compiler.verify.self_check import Reference, check
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph import stages
 from torch_pagoda.passes.graph.stages import Piece, choose_boundaries, deal, most_stages
@@ -28,21 +28,6 @@ from torch_pagoda.runtime.parallel.stage_values import pack_values, unpack_value
 from tiny_models import build_tiny_model
 
 Made = tuple[Captured, Reference]
-
-
-@pytest.fixture(scope="module")
-def captured() -> Callable[..., Made]:
-    """Captured tiny models with their logits, each made once."""
-    made: dict[str, Made] = {}
-
-    def get(kind: str, **overrides: Any) -> Made:
-        key = f"{kind}{sorted(overrides.items())}"
-        if key not in made:
-            model = build_tiny_model(kind, **overrides)
-            made[key] = capture(model), reference_of_model(model)
-        return made[key]
-
-    return get
 
 
 def parted(made: Made, count: int, ranks: int = 1) -> TracedGraph:

@@ -31,21 +31,6 @@ SIZES = {"qwen3_moe": 32, "mixtral": 96, "gpt_oss": 96, "deepseek_v3": 32}
 """Features of an expert; each layer has eight."""
 
 
-@pytest.fixture(scope="module")
-def captured() -> Callable[..., Made]:
-    """Captured tiny models with their logits, each made once."""
-    made: dict[str, Made] = {}
-
-    def get(kind: str, **overrides: Any) -> Made:
-        key = f"{kind}{sorted(overrides.items())}"
-        if key not in made:
-            model = build_tiny_model(kind, **overrides)
-            made[key] = capture(model), reference_of_model(model)
-        return made[key]
-
-    return get
-
-
 def cut(made: Made, ranks: int, groups: int | None) -> tuple[Rewritten, CompileReport]:
     """The graph of rank 0, once all ranks have been compared with the model."""
     found, reference = made

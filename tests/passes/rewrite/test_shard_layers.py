@@ -9,35 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from torch_pagoda.compiler.capture.trace import Captured, capture
+from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import References, rewrite
 from torch_pagoda.compiler.report import CompileReport
-from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
+from torch_pagoda.compiler.verify.self_check import Reference
 from torch_pagoda.passes import SHARDING, TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph.cut import ZERO, Cut
 from torch_pagoda.passes.rewrite import shard_layers, shard_vocabulary
 from torch_pagoda.passes.sharding import attention, walk
 
-from tiny_models import build_tiny_model
-
 pagoda = torch.ops.pagoda
 Made = tuple[Captured, Reference]
-
-
-@pytest.fixture(scope="module")
-def captured() -> Callable[..., Made]:
-    """Captured tiny models with their logits, each made once."""
-    made: dict[str, Made] = {}
-
-    def get(kind: str, **overrides: Any) -> Made:
-        key = f"{kind}{sorted(overrides.items())}"
-        if key not in made:
-            model = build_tiny_model(kind, **overrides)
-            made[key] = capture(model), reference_of_model(model)
-        return made[key]
-
-    return get
 
 
 def cut(made: Made, ranks: int) -> tuple[TracedGraph, CompileReport]:
