@@ -8,10 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 import torch_pagoda as pagoda
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.draft_program import draft_program
+from torch_pagoda.load_options import LoadOptions
 
 from tiny_models import build_tiny_model
 
@@ -69,3 +73,25 @@ def test_a_model_with_states_is_refused(
 def test_a_missing_draft_model_is_named(checkpoint: Path, tmp_path: Path, fast: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="nowhere"):
         pagoda.LLM(checkpoint, speculative_config=config_of(tmp_path / "nowhere"), **fast)
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tensor_parallel_size": 4, "expert_parallel_size": 2},
+        {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+        {"pipeline_parallel_size": 2},
+    ],
+)
+def test_the_draft_model_has_one_rank(ranks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Asked(Exception):
+        pass
+
+    def compiled(model: str, tokenizer: object, loading: LoadOptions, compiling: CompileOptions, *_: object) -> None:
+        assert (model, compiling.world_size, compiling.expert_parallel_size) == ("small", 1, None)
+        raise Asked
+
+    monkeypatch.setattr("torch_pagoda.draft_program.compiled_model", compiled)
+    given, cpu = {"method": "draft_model", "model": "small"}, torch.device("cpu")
+    with pytest.raises(Asked):
+        draft_program(given, None, LoadOptions(), CompileOptions(target="cpu", **ranks), cpu, frozenset())  # type: ignore[arg-type]
