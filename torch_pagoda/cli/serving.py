@@ -155,7 +155,8 @@ def _check_engines(count: int, options: Mapping[str, Any]) -> None:
         return
     if resolve_device(options.get("device", "auto")).type != "cpu":
         raise ValueError(f"--data-parallel-size {count} runs on CPUs only so far; start one server for each device")
-    needed, there = count * options.get("tensor_parallel_size", 1), len(os.sched_getaffinity(0))
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    needed, there = count * ranks, len(os.sched_getaffinity(0))
     if needed > there:
         raise ValueError(
             f"--data-parallel-size {count} needs {needed} processors, one for each rank, and this process may use "
