@@ -42,8 +42,14 @@ def draft_program(
     if config is None or not config.model:
         return None
     loading = replace(loading, gguf_file=None, generation_config="vllm", distributed_executor_backend="mp")
-    one_rank = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1}
-    compiling = replace(compiling, **one_rank, expert_parallel_size=None, enable_expert_parallel=None, patterns=())
+    compiling = replace(
+        compiling,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        expert_parallel_size=None,
+        enable_expert_parallel=None,
+        patterns=(),
+    )
     draft = compiled_model(config.model, None, loading, compiling, device, known_modules)
     if has_state(draft.program.caches):
         raise ValueError(
