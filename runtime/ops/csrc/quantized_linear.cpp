@@ -169,19 +169,26 @@ void add_group(float* total, const int32_t* products, const int32_t* sums, const
 
 // The same of a step that kHeads groups share, whose numbers are whole[kHeads][each][kPanel] and whose scales lie
 // `head_bytes` apart. kZeros: sums[kHeads] of a row's inputs are taken away, times zeros[kHeads][kPanel], which have
-// their scales already.
-template <bool kZeros, int kHeads>
+// their scales already. kApart: the parts that each number is still in, in rows one after the other and without
+// `sums`, which are what they begin with unless there are zeros; 0: none.
+template <bool kZeros, int kHeads, int kApart>
 void add_step(float* total, const int32_t* whole, int64_t each, const int32_t* sums, const float* row_scales,
               int64_t groups, const char* heads, int64_t head_bytes, const float* zeros, int64_t rows, bool more) {
-  for (int64_t r = 0; r < rows; ++r, total += kPanel, whole += kPanel, sums += kHeads * groups) {
+  constexpr int64_t kRows = kApart ? kApart : 1;
+  for (int64_t r = 0; r < rows; ++r, total += kPanel, whole += kRows * kPanel, sums += kHeads * groups) {
     const vfloat row_scale = splat(row_scales[r * groups]);
 #pragma GCC unroll 4
     for (int64_t n = 0; n < kPanel; n += kLanes) {
       vfloat number{};
 #pragma GCC unroll 4
       for (int h = 0; h < kHeads; ++h) {
-        vint group;
+        vint group, second;
         std::memcpy(&group, whole + h * each * kPanel + n, sizeof group);
+        if constexpr (kApart == 2) {
+          std::memcpy(&second, whole + (h * each + 1) * kPanel + n, sizeof second);
+          group = group * 256 + second;
+        }
+        if (kApart && !kZeros) group = group + sums[h];
         const vfloat floats = __builtin_convertvector(group, vfloat);
         const vfloat scale = load((const float*)(heads + h * head_bytes) + n);
         number = h ? multiply_add(number, floats, scale) : floats * scale;
@@ -281,7 +288,12 @@ void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layou
   const bool tiles = integers_on_tiles(rows * kParts), in_order = splits_in_order(kBits, rows * kParts);
   const bool widens = kBits == 4 && !in_order;
   const uint8_t* table = a.code == kFloat4 ? kFloat4Numbers : nullptr;
-  const auto add = a.zeros ? add_step<true, kHeads> : add_step<false, kHeads>;
+#if defined(PAGODA_WORDS)
+  const auto add = a.zeros ? add_step<true, kHeads, 0> : add_step<false, kHeads, 0>;
+#else
+  auto add = a.zeros ? add_step<true, kHeads, 0> : add_step<false, kHeads, 0>;
+  if (splits_leave_parts(tiles)) add = a.zeros ? add_step<true, kHeads, kParts> : add_step<false, kHeads, kParts>;
+#endif
   static constexpr int32_t nothing[kSplitSteps * kHeads] = {};
   alignas(64) float zeros[kSplitSteps][kHeads][kPanel];
   for (int64_t g = 0, steps; g < groups; g += steps) {

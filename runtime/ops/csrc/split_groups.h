@@ -8,7 +8,7 @@
 constexpr int64_t kSplitSteps = 2;  // whose sums stay in the first cache
 
 // What the functions below take: rows of kParts rows of int8 each, `x_stride` bytes apart, and steps `w_stride` bytes
-// apart; they yield to[s][h][r][n] = start[r][s][h] + the sum of group h of step s.
+// apart; they yield to[s][h][r][n] = start[r][s][h] + the sum of group h of step s, or its parts without the start.
 struct Split {
   const int8_t* x;
   int64_t x_stride;
@@ -190,17 +190,14 @@ static void split_tiles(const Split& a, bool two) {
 }
 #endif
 
-// Sums of parts, `each` rows of int8 for a group, become those of their numbers, in place.
-template <int kParts, int kHeads>
-static void join_parts(const Split& a, int64_t rows, int64_t each) {
-  for (int64_t i = 0; i < a.steps * kHeads; ++i)
-    for (int64_t r = 0; r < rows; ++r) {
-      const int32_t* from = a.to + (i * each + r * kParts) * kPanel;
-      int32_t* to = a.to + (i * each + r) * kPanel;
-      const int32_t start = a.start[r * a.start_stride + i];
-      for (int64_t n = 0; n < kPanel; ++n)
-        to[n] = start + (kParts == 1 ? from[n] : from[n] * 256 + from[kPanel + n]);
-    }
+// Whether `split_products` leaves the parts of a row as rows of their own, without what sums begin with: `add_step`
+// puts them together.
+static inline bool splits_leave_parts(bool tiles) {
+#if defined(PAGODA_AVX512) && defined(__AVX512VNNI__)
+  return tiles;
+#else
+  return true;
+#endif
 }
 
 // Rows of int8 that read int4 weights as they are stored; for more they are widened.
@@ -221,7 +218,6 @@ static int64_t split_products(const Split& a, int64_t rows, bool tiles, bool in_
   if (tiles) {
     const int64_t each = rows * kParts > 16 ? 32 : 16;
     split_tiles<kHeads>(a, each == 32);
-    join_parts<kParts, kHeads>(a, rows, each);
     return each;
   }
 #endif
@@ -263,7 +259,6 @@ static int64_t split_products(const Split& a, int64_t rows, bool tiles, bool in_
       split_parts<1, kHeads>, split_parts<2, kHeads>, split_parts<3, kHeads>,
       split_parts<4, kHeads>, split_parts<5, kHeads>, split_parts<6, kHeads>};
   by_rows[rows * kParts - 1](a);
-  join_parts<kParts, kHeads>(a, rows, rows * kParts);
   return rows * kParts;
 #endif
 }
