@@ -176,8 +176,14 @@ class Program(Protocol):
     device: torch.device
     block_size: int | None
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         """Announce the largest steps and sequences, before ``bind``.
+
+        Args:
+            max_num_seqs: sequences of a step.
+            max_num_batched_tokens: tokens of a step.
+            max_model_len: tokens of a sequence.
+            num_drafts: tokens behind the newest one of each sequence that a step verifies; 0: there are none.
 
         Returns:
             how many blocks at the end of each cache the program needs for itself: sequences must not get them.

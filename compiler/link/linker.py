@@ -159,7 +159,7 @@ class LinkedProgram:
         """The module's tensors that the program reads as rows of merged ones."""
         return [self._args[self._at[source]] for sources in self._merged.values() for source in sources]
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         """Plan for steps up to these sizes; how many blocks at the end of the caches the program needs for itself.
 
         Raises:
@@ -173,7 +173,7 @@ class LinkedProgram:
             )
         if self._route is None:
             return 0
-        return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        return self._route.reserve(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
 
     def bind(self, kv_cache: KVCache) -> None:
         """Give the program its caches: per entry of ``caches`` its tensors, as ``allocate_kv_cache`` makes them.

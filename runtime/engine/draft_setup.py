@@ -15,7 +15,7 @@ from ..cache.cache_specs import bytes_per_block, has_state, num_token_groups, to
 from ..cache.kv_cache import default_num_blocks
 from ..program import Program
 from ..requests.request import Request
-from ..speculation.config import LENGTHS, read_speculative_config
+from ..speculation.config import LENGTHS, planned_drafts, read_speculative_config
 from ..speculation.draft_lengths import StepSeconds
 from ..speculation.draft_model import DraftModel
 from ..speculation.drafter import Drafter
@@ -68,11 +68,22 @@ def make_drafting(
         else:
             most = config.num_speculative_tokens
             drafters.append(_draft_model(state, options, draft_program, free_memory, most))
-    return draft_with(state, drafters, runs_ahead=runs_ahead, measures=options.speculative_config is not None)
+    return draft_with(
+        state,
+        drafters,
+        runs_ahead=runs_ahead,
+        measures=options.speculative_config is not None,
+        num_planned=planned_drafts(options.speculative_config) if state.runner.program.block_size is not None else 0,
+    )
 
 
 def draft_with(
-    state: EngineState, drafters: Sequence[Drafter], *, runs_ahead: bool = False, measures: bool = False
+    state: EngineState,
+    drafters: Sequence[Drafter],
+    *,
+    runs_ahead: bool = False,
+    measures: bool = False,
+    num_planned: int = 0,
 ) -> Drafting | None:
     """Have the planner of an engine ask drafters; returns None without any.
 
@@ -81,6 +92,7 @@ def draft_with(
         drafters: asked in this order.
         runs_ahead: see ``Drafting``.
         measures: run steps of a few sizes now, to know what they cost.
+        num_planned: drafts of each request for which the program has planned sizes of steps; 0: it has none.
     """
     batcher, program = state.batcher, state.runner.program
 
@@ -92,10 +104,11 @@ def draft_with(
         drafting = Drafting(
             drafters,
             batcher,
-            most=LENGTHS[-1],
+            most=num_planned or LENGTHS[-1],
             vocab_size=program.vocab_size,
             restart_length=program.restart_length,
             is_beam=is_beam,
+            is_planned=num_planned > 0,
         )
         drafting.runs_ahead = runs_ahead
         if measures and program.device.type == "cpu":

@@ -23,6 +23,7 @@ from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
+from ..speculation.config import planned_drafts
 from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches, warm_up
 from .core import EngineCore, Result
 from .draft_setup import make_drafting, share_of_memory
@@ -103,7 +104,8 @@ class EngineBase:
             snapshot_interval=snapshot_interval(specs, block_size),
             key_variant=partial(key_variant, proxy(program)),  # the runner keeps it, until the engine is shut down
         )
-        spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len)
+        num_drafts = planned_drafts(options.speculative_config)
+        spare = program.reserve(options.max_num_seqs, options.max_num_batched_tokens, max_model_len, num_drafts)
         cache = allocate_kv_cache(
             program.caches, [count + spare for count in planned.device], block_size, program.device
         )

@@ -130,9 +130,9 @@ class LeaderProgram:
             self._ranks.send(Message("count", asdict(sizes)))
             return least_counts(own, self._ranks.group)
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         """Announce the largest steps to all ranks; see ``Program``."""
-        limits = [max_num_seqs, max_num_batched_tokens, max_model_len]
+        limits = [max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts]
         spare = self._program.reserve(*limits)
         self._set_up(Message("reserve", {"limits": limits}), spare)
         return spare

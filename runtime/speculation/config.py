@@ -49,6 +49,14 @@ class SpeculativeConfig:
     shared_bytes: int = 64 << 20
 
 
+def planned_drafts(given: Mapping[str, Any] | None) -> int:
+    """Return the drafts of each request for which a program plans sizes of steps; 0 without the option."""
+    if given is None:
+        return 0
+    most = read_speculative_config(given).num_speculative_tokens
+    return next((length for length in LENGTHS if length >= most), LENGTHS[-1])
+
+
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """Return the settings that ``speculative_config`` stands for.
 

@@ -10,7 +10,6 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from ..requests.request import Request
-from .config import LENGTHS
 from .drafter import Proposal
 
 HYSTERESIS: Final = 1.05
@@ -128,6 +127,7 @@ class _Judgement:
     """How a drafter does."""
 
     acceptance: Acceptance
+    length: int  # of the drafts that it computed last
     steps: int = 0
     gain: float = 0.0  # log of the speed relative to that without drafts, summed up over the window
     losses: int = 0
@@ -135,7 +135,6 @@ class _Judgement:
     rest: int = 0  # steps left
     next_rest: int = REST
     is_probed: bool = False  # its next drafts are tried, whatever is expected of them
-    length: int = LENGTHS[-1]  # of the drafts that it computed last
     by_request: WeakKeyDictionary[Request, Acceptance] = field(default_factory=WeakKeyDictionary)
 
     def take_a_rest(self) -> None:
@@ -180,21 +179,22 @@ class DraftLengths:
     """Chooses the length of the drafts of each step: the one with most expected tokens per second, 0 included.
 
     Args:
-        most: most drafts of a request.
+        lengths: those that may be chosen, ascending, 0 among them.
         expected: of each drafter by name, see ``Drafter.expected``.
 
     Attributes:
         seconds: what steps take.
-        lengths: those that may be chosen.
+        lengths: as given.
         current: the one that was chosen last.
     """
 
-    def __init__(self, most: int, expected: dict[str, float]) -> None:
+    def __init__(self, lengths: Sequence[int], expected: dict[str, float]) -> None:
         self.seconds = StepSeconds()
-        self.lengths = tuple(length for length in LENGTHS if length <= most)
+        self.lengths = tuple(lengths)
         self.current = self.lengths[-1]
         self._drafters = {
-            name: _Judgement(Acceptance([probability] * self.lengths[-1])) for name, probability in expected.items()
+            name: _Judgement(Acceptance([probability] * self.lengths[-1]), length=self.lengths[-1])
+            for name, probability in expected.items()
         }
 
     def resting(self) -> frozenset[str]:

@@ -75,6 +75,7 @@ class Drafting:
         vocab_size: ids are below it.
         restart_length: of the program.
         is_beam: tells beams of a search from other requests.
+        is_planned: steps run at planned sizes: with drafts, all requests have ``most`` rows besides their own.
 
     Attributes:
         lengths: chooses how many drafts a step has.
@@ -90,10 +91,13 @@ class Drafting:
         vocab_size: int,
         restart_length: int | None = None,
         is_beam: Callable[[Request], bool] = lambda request: False,
+        is_planned: bool = False,
     ) -> None:
         self.drafters = Drafters(drafters, vocab_size)
         self.batcher = batcher
-        self.lengths = DraftLengths(most, {drafter.name: drafter.expected for drafter in drafters})
+        self.is_planned = is_planned
+        lengths = (0, most) if is_planned else [length for length in LENGTHS if length <= most]
+        self.lengths = DraftLengths(lengths, {drafter.name: drafter.expected for drafter in drafters})
         self.restart_length = restart_length
         self.is_beam = is_beam
         self.runs_ahead = False
@@ -116,6 +120,8 @@ class Drafting:
         if planner.in_flight or planner.suspects or plan.preempted:
             return
         items = list(plan.planned.values())
+        if self.is_planned and not all([item.request.output_token_ids for item in items]):
+            return  # a step with prompts has no planned size for drafts
         awake = self._lookups - self.lengths.resting()
         if not awake and not any([item.request.grammar is not None for item in items]):
             return
@@ -140,9 +146,10 @@ class Drafting:
     def _fill_up(self, plan: Plan, others: Sequence[ScheduledRequest], count: int, length: int) -> None:
         """Give requests without drafts as many rows, so that the numbers of rows are few."""
         rows = sum([item.num_tokens for item in plan.planned.values()])
-        wanted = 1 << (count - 1).bit_length()
+        wanted = count + len(others) if self.is_planned else 1 << (count - 1).bit_length()
+        most = plan.budget + rows if self.is_planned else MOST_RECORDED_ROWS
         for item in others:
-            if count == wanted or length > plan.budget or rows + length > MOST_RECORDED_ROWS:
+            if count == wanted or length > plan.budget or rows + length > most:
                 return
             if self._room(item) >= item.num_tokens + length and item.num_tokens == 1:
                 filled = self._add(plan, item.request, 1 + length, ())

@@ -68,15 +68,19 @@ def key_of(request: Request) -> tuple[Any, ...]:
     return tuple(map(int, request.prompt_token_ids)), request.params.seed
 
 
-def draft(engine: Engine, drafter: Oracle, length: int | Callable[[], int] | None = 3) -> Drafting:
+def draft(
+    engine: Engine, drafter: Oracle, length: int | Callable[[], int] | None = 3, *, num_planned: int = 0
+) -> Drafting:
     """Have an engine ask a drafter.
 
     Args:
         engine: any.
         drafter: it.
         length: drafts of every step, or a function that says how many; None: as measured costs say.
+        num_planned: see ``draft_with``.
     """
-    drafting = draft_with(engine._core.state, [drafter], runs_ahead=engine._core.steps.stats() != {})
+    ahead = engine._core.steps.stats() != {}
+    drafting = draft_with(engine._core.state, [drafter], runs_ahead=ahead, num_planned=num_planned)
     assert drafting is not None
     if length is not None:
 

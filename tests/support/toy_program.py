@@ -62,7 +62,7 @@ class ToyProgram:
         self._head = weight(vocab_size, width) * 3
         self._kv_cache: KVCache = []
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         return 0
 
     def bind(self, kv_cache: KVCache) -> None:

@@ -57,7 +57,7 @@ class ToyStateProgram:
         self._order = random.Random(0)
         self._kv_cache: KVCache = []
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         return 1
 
     def bind(self, kv_cache: KVCache) -> None:

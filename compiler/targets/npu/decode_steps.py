@@ -115,11 +115,11 @@ class DecodeRoute(Route):
 
     def plan(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
         self.decode.reserve(max_num_seqs, min(max_num_seqs, max_num_batched_tokens), max_model_len)
-        self.others.reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.others.reserve(max_num_seqs, max_num_batched_tokens, max_model_len, self._num_drafts)
         return max(part.most_dummies for part in self._parts)
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
-        reserved = super().reserve(max_num_seqs, max_num_batched_tokens, max_model_len)
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
+        reserved = super().reserve(max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts)
         for part in self._parts:
             part.reserve_like(self)
         return reserved

@@ -94,7 +94,7 @@ class Route(ABC):
         self.dropped_schedules: dict[str, str] = {}
         self._sized: tuple[StepMetadata, StepSize | None] | None = None
         self._limits: list[str] = []
-        self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = 0
+        self._max_num_seqs = self._max_num_batched_tokens = self._max_model_len = self._num_drafts = 0
         self._first_spare_block = self._spare_slot = self._spare_blocks = self._padding_blocks = 0
 
     @property
@@ -124,18 +124,19 @@ class Route(ABC):
     def __call__(self, *args: Any) -> Sequence[Any]:
         """The graph's outputs. Tensors of a step may live on the host."""
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         """Plan; how many blocks at the end of each cache, and slots of each state, are for padding and for steps of
         no request.
 
         One for padding at least: dummy sequences without tokens name a block too.
         """
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self._max_model_len = max_model_len
+        self._max_model_len, self._num_drafts = max_model_len, num_drafts
         padding = self.plan(max_num_seqs, max_num_batched_tokens, max_model_len)
         self._padding_blocks = max(1, spare_blocks(padding, self.block_size))
-        most = max((shape.tokens for size in self.planned_sizes() for shape in size.shapes), default=0)
-        self._spare_blocks = self._padding_blocks + chain_blocks(most, max_model_len, self.block_size)
+        shapes = [shape for size in self.planned_sizes() for shape in size.shapes]
+        chains = [chain_blocks(shape, max_model_len, self.block_size) for shape in shapes]
+        self._spare_blocks = self._padding_blocks + max(chains, default=0)
         if has_state(self.traced.caches):
             self._spare_blocks = max(self._spare_blocks, STATE_SLOTS)
         return self._spare_blocks

@@ -23,7 +23,7 @@ def make_request(name: str = "r") -> Request:
 
 
 def make_lengths(seconds: dict[int, float], expected: float = 0.5) -> DraftLengths:
-    lengths = DraftLengths(7, {"d": expected})
+    lengths = DraftLengths((0, 1, 3, 7), {"d": expected})
     for rows, each in seconds.items():
         lengths.seconds.measure(rows, each, is_settled=True)
     return lengths
@@ -92,7 +92,7 @@ def test_expectations_of_one_request_are_not_those_of_another() -> None:
 
 def test_a_length_is_kept_unless_another_is_better_by_a_twentieth() -> None:
     request = make_request()
-    lengths = DraftLengths(3, {"d": 0.0})
+    lengths = DraftLengths((0, 1, 3), {"d": 0.0})
     lengths.current = 0
     lengths._drafters["d"].acceptance.by_place[:] = [0.04, 0.0, 0.0]
     for rows in (1, 2, 4):

@@ -53,7 +53,13 @@ class GraphCounts:
 
 
 def static_decode_graph(
-    traced: TracedGraph, sequences: int = 4, width: int = 4, num_blocks: int = 64, *, soc: str = "Ascend910B3"
+    traced: TracedGraph,
+    sequences: int = 4,
+    width: int = 4,
+    num_blocks: int = 64,
+    *,
+    drafts: int = 0,
+    soc: str = "Ascend910B3",
 ) -> GeGraph:
     """The static GE graph for decode steps.
 
@@ -62,6 +68,7 @@ def static_decode_graph(
         sequences: number of sequences in the step.
         width: columns of block tables.
         num_blocks: blocks of each cache, and slots of each state.
+        drafts: of each sequence, which the step verifies.
         soc: as for ``convert``.
 
     Raises:
@@ -74,7 +81,10 @@ def static_decode_graph(
         for part in spec.parts():
             shape = part.unit_shape if isinstance(spec, StateSpec) else part.block_shape(traced.npu.block_size)
             sizes.append(torch.empty(num_blocks, *shape, device="meta"))
-    inputs = {**decode_inputs(traced, sequences, width), **dict(zip(cache_inputs(traced), sizes, strict=True))}
+    inputs = {
+        **decode_inputs(traced, sequences, width, drafts),
+        **dict(zip(cache_inputs(traced), sizes, strict=True)),
+    }
     copy = static_graph(traced, inputs, air_attention())
     return convert(copy.module, copy.values, soc=soc, dynamic=False)
 

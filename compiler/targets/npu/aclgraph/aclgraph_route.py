@@ -21,6 +21,7 @@ then on. That must not happen unnoticed: a step that fits no planned size runs e
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -47,7 +48,7 @@ from ..schedules.side_branches import MOST_TOKENS, counted_branches
 from ..sizes.capture_sizes import most_padding, padded_size, plan_capture_sizes, request_mix
 from ..sizes.graph_resources import GraphNeeds, capture_budget
 from ..sizes.step_padding import StepSize, spare_blocks
-from ..warm_up.steps import fitting_shape
+from ..warm_up.steps import StepShape, fitting_shape
 from .agreed_captures import agree_on_captures
 from .capture_updates import keep_updates_apart
 from .prefetch_stream import use_prefetch_stream
@@ -73,6 +74,8 @@ class AclGraphs(Route):
 
     Attributes:
         planned: numbers of tokens that steps are padded to, ascending.
+        drafted: the same of steps that verify drafts, in which the logits of all tokens are requested: the multiples
+            of 1 + drafts that are above the sequences of a step.
         needs: what each captured size occupies of the device.
         refusal: why no size is captured; "" where some are.
         captured: sizes that have been captured, as (tokens, asked rows).
@@ -110,6 +113,7 @@ class AclGraphs(Route):
         self._graphs: dict[bool, Run] = {}  # with streams of a schedule, or without
         self._static: dict[tuple[int, torch.Size], torch.Tensor] = {}
         self.planned: tuple[int, ...] = ()
+        self.drafted: tuple[int, ...] = ()
         self.captured: set[tuple[int, int]] = set()
         self.dropped: dict[int, str] = {}
         self._failure = ""
@@ -132,16 +136,30 @@ class AclGraphs(Route):
             return 0
         most = max_num_seqs if self._only_decode else max(max_num_seqs, max_num_batched_tokens)
         mix = request_mix(max_num_seqs, most)
-        self.planned = plan_capture_sizes(mix, most, self._budget)
+        self.drafted = self._drafted_sizes(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self.planned = plan_capture_sizes(mix, most, self._budget - len(self.drafted))
         if len(self.planned) < len(mix):
             self._limits.append(f"{len(self.planned)} sizes of {len(mix)} steps are planned: {self._limit}")
         self._length = max_num_seqs + 1
-        padding = most_padding(self.planned)
+        gaps = (upper - lower for lower, upper in itertools.pairwise((self._length, *self.drafted)))
+        padding = max((most_padding(self.planned), *gaps))
         self._width = max(spare_blocks(max_model_len, self.block_size), spare_blocks(padding, self.block_size))
         for limit in self.limits:
             log.info("%s", limit)
         log.info("planned ACL graphs for %s tokens", ", ".join(map(str, self.planned)))
+        if self.drafted:
+            log.info("and, with drafts, for %s tokens", ", ".join(map(str, self.drafted)))
         return padding
+
+    def _drafted_sizes(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> tuple[int, ...]:
+        """A quarter of the captures at most, for steps of any number of sequences with drafts."""
+        each = 1 + self._num_drafts
+        tokens = range(each, min(max_num_seqs * each, max_num_batched_tokens) + 1, each)
+        # Of fewer tokens than the lists have members, all logits are requested anyway.
+        mix = {n: 1.0 for n in tokens if n > max_num_seqs + 1}
+        if not 1 < each <= max_model_len or self._only_decode or not mix or self._budget < 4:
+            return ()
+        return plan_capture_sizes(mix, max(mix), self._budget // 4)
 
     def planned_sizes(self) -> list[PlannedSize]:
         """Decode steps first, each kind from its largest on: steps of a size that fits no more have one above it."""
@@ -161,11 +179,26 @@ class AclGraphs(Route):
             # The second one is a replay, with other lengths than what was captured.
             drop = partial(self._drop, tokens)
             found.append(PlannedSize(name, (shape, shape), lambda: None, self._run_captured, drop))
+        return found + self._drafted_plans()
+
+    def _drafted_plans(self) -> list[PlannedSize]:
+        """Those of steps with drafts, with a dummy sequence where another size does not take the step."""
+        each, found = 1 + self._num_drafts, []
+        for lower, tokens in reversed([*itertools.pairwise((self._length, *self.drafted))]):
+            sequences = tokens // each - (tokens - lower > each)
+            shape = StepShape(sequences * each, sequences, self._num_drafts)
+            drop = partial(self._drop_drafted, tokens)
+            name = f"verification steps of {tokens} tokens"
+            found.append(PlannedSize(name, (shape, shape), lambda: None, self._run_captured, drop))
         return found
 
     def _drop(self, tokens: int, reason: str) -> None:
         self.dropped[tokens] = reason
-        self.captured = {size for size in self.captured if size[0] != tokens}
+        self.captured = {size for size in self.captured if size != (tokens, min(tokens, self._length))}
+
+    def _drop_drafted(self, tokens: int, reason: str) -> None:
+        self.drafted = tuple(n for n in self.drafted if n != tokens)
+        self.captured.discard((tokens, tokens))
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive; what was captured is thrown away."""
@@ -177,6 +210,9 @@ class AclGraphs(Route):
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of tokens, with as many sequences as the lists have members."""
+        drafted = padded_size(size.tokens, self.drafted) if size.rows > self._length else None
+        if drafted and drafted - size.tokens <= self.most_dummies and size.blocks <= self._width:
+            return StepSize(drafted, self._length, drafted, self._width)
         tokens = padded_size(size.tokens, [n for n in self.planned if n not in self.dropped])
         reason = self.refusal
         if not reason and self._only_decode and size.tokens != size.sequences:

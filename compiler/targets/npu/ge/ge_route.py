@@ -72,6 +72,7 @@ class GeGraphs(Route):
 
     Attributes:
         static: these; None without them.
+        verification: those of decode steps that verify drafts; None where there are none.
         planned: numbers of sequences that steps are padded to, ascending.
         graphs: number of sequences → its graph, as far as they are compiled; 0 → the only one of a graph that takes
             no lists of lengths.
@@ -95,6 +96,7 @@ class GeGraphs(Route):
         if self.static is not None and self.static.refusal:
             for name in noted_schedules(traced.graph):
                 leave_out(name, f"decode steps have no static graphs: {self.static.refusal}", self.dropped_schedules)
+        self.verification: StaticDecode | None = None
         self._sequences_per_graph, self._most_graphs = sequences_per_graph, most_graphs
         self.planned: tuple[int, ...] = ()
         self.graphs: dict[int, Run] = {}
@@ -113,20 +115,31 @@ class GeGraphs(Route):
         if self.lists:
             self.planned = sizes
             log.info("planned GE graphs for %s sequences", ", ".join(map(str, self.planned)))
-        padding = 0 if self.static is None else self.static.plan(sizes, max_model_len, self.block_size)
-        return max(padding, most_padding(self.planned))
+        paddings = [most_padding(self.planned)]
+        if self.static is not None:
+            paddings.append(self.static.plan(sizes, max_model_len, self.block_size))
+        self.verification, each = None, 1 + self._num_drafts
+        fitting = [n for n in sizes if n * each <= max_num_batched_tokens]
+        if self.static is not None and not self.static.refusal and 1 < each <= max_model_len and fitting:
+            self.verification = StaticDecode(self.traced, self._compile_static, self._num_drafts)
+            self.verification.first_runs.falls_back = self.group is None
+            paddings.append(self.verification.plan(fitting, max_model_len, self.block_size))
+        return max(paddings)
+
+    def _statics(self) -> list[StaticDecode]:
+        return [static for static in (self.static, self.verification) if static is not None]
 
     def join(self, group: RankGroup | None) -> None:
         super().join(group)
         self._first_runs.falls_back = group is None
-        if self.static is not None:
-            self.static.first_runs.falls_back = group is None
+        for static in self._statics():
+            static.first_runs.falls_back = group is None
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches that later calls receive; graphs of fixed sizes are thrown away."""
         super().bind(kv_cache)
-        if self.static is not None:
-            self.static.bind(kv_cache)
+        for static in self._statics():
+            static.bind(kv_cache)
 
     def planned_sizes(self) -> list[PlannedSize]:
         sizes = [n for n in reversed(self.planned) if n not in self.dropped]
@@ -138,25 +151,23 @@ class GeGraphs(Route):
 
     def _static_sizes(self) -> list[PlannedSize]:
         """Those of the graphs of fixed sizes, which decode steps run by."""
-        static = self.static
-        if static is None:
-            return []
-        sizes = [(n, n - (n - below > 1)) for below, n in itertools.pairwise((0, *static.planned))]
         return [
             PlannedSize(
-                name=f"decode steps of {n} sequences",
-                shapes=(StepShape(real, real),) * 2,
+                name=f"{static.kind} steps of {n} sequences",
+                shapes=(StepShape(real * (1 + static.drafts), real, static.drafts),) * 2,
                 compile=partial(static.graph, n),
-                run=partial(self._run_static, n),
+                run=partial(self._run_static, static, n),
                 drop=partial(static.drop, n),
             )
-            for n, real in reversed(sizes)
+            for static in self._statics()
+            for n, real in reversed(
+                [(n, n - (n - below > 1)) for below, n in itertools.pairwise((0, *static.planned))]
+            )
             if n not in static.dropped
         ]
 
-    def _run_static(self, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
-        assert self.static is not None
-        return self.static.run_graph(sequences, self.on_device(args))
+    def _run_static(self, static: StaticDecode, sequences: int, args: Sequence[Any]) -> Sequence[Any]:
+        return static.run_graph(sequences, self.on_device(args))
 
     def _planned_size(self, length: int, sequences: int) -> PlannedSize:
         """That of the graph for lists of ``length``; it is exercised by steps of so many sequences."""
@@ -181,19 +192,18 @@ class GeGraphs(Route):
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The next planned number of sequences; each dummy one has a token."""
-        static = None if self.static is None else self.static.size_for(size)
-        if static is not None:
-            return static
+        for static in self._statics():
+            if (fixed := static.size_for(size)) is not None:
+                return fixed
         sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
         if sequences is None or not 0 < sequences - size.sequences <= self.most_dummies:
             return None
         return replace(size, tokens=size.tokens + sequences - size.sequences, sequences=sequences)
 
     def __call__(self, *args: Any) -> Sequence[Any]:
-        sequences = None if self.static is None else self.static.sequences_of(args)
-        if self.static is not None and sequences is not None:
-            outputs = self.static.run(sequences, self.on_device(args))
-            if outputs is not None:
+        for static in self._statics():
+            sequences = static.sequences_of(args)
+            if sequences is not None and (outputs := static.run(sequences, self.on_device(args))) is not None:
                 return outputs
         length = len(args[self.lists[0]]) if self.lists else 0
         if length in self.dropped:

@@ -1,8 +1,8 @@
 """Static graphs of decode steps for the graph engine: one for each planned number of sequences.
 
-A decode step has one token of each sequence. Its graph has the planned number of tokens, sequences and requested rows
-of logits, and block tables as wide as the longest sequence needs. ``step_padding`` pads smaller steps with dummy
-sequences. Other steps do not use it.
+A decode step has one token of each sequence, or as many more as it verifies drafts of each. Its graph has the planned
+number of tokens, sequences and requested rows of logits, and block tables as wide as the longest sequence needs.
+``step_padding`` pads smaller steps with dummy sequences. Other steps do not use it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class StaticDecode:
     Args:
         traced: the graph.
         compile: see ``Compile``.
+        drafts: of each sequence, behind its newest token. Logits of all tokens are requested.
 
     Attributes:
+        kind: name of the steps.
         refusal: why there are none, or "".
         planned: numbers of sequences that decode steps are filled up to, ascending.
         width: columns of block tables.
@@ -46,8 +48,9 @@ class StaticDecode:
         first_runs: see ``FirstRuns``.
     """
 
-    def __init__(self, traced: TracedGraph, compile: Compile) -> None:
+    def __init__(self, traced: TracedGraph, compile: Compile, drafts: int = 0) -> None:
         self.traced = traced
+        self.drafts, self.kind = drafts, "verification" if drafts else "decode"
         self.refusal = why_not_static(traced)
         self.planned: tuple[int, ...] = ()
         self.width = 0
@@ -60,7 +63,7 @@ class StaticDecode:
         self._caches: list[torch.Tensor] = []
         self.first_runs = FirstRuns(self._leave_out, writes_state=has_state(traced.caches))
         if self.refusal:
-            log.warning("decode steps have no static graphs: %s", self.refusal)
+            log.warning("%s steps have no static graphs: %s", self.kind, self.refusal)
 
     def plan(self, planned: Sequence[int], max_model_len: int, block_size: int) -> int:
         """Choose the sizes; the most tokens that a step is padded by.
@@ -75,8 +78,8 @@ class StaticDecode:
         self.planned, self.width = tuple(planned), max(1, spare_blocks(max_model_len, block_size))
         self._forget()
         self._shapes.clear()
-        log.info("planned static decode graphs for %s sequences", ", ".join(map(str, self.planned)))
-        return most_padding(self.planned)
+        log.info("planned static %s graphs for %s sequences", self.kind, ", ".join(map(str, self.planned)))
+        return most_padding(self.planned) * (1 + self.drafts)
 
     def bind(self, kv_cache: KVCache) -> None:
         """Take notice of the caches, whose sizes and addresses are part of each graph."""
@@ -85,12 +88,21 @@ class StaticDecode:
 
     def size_for(self, size: StepSize) -> StepSize | None:
         """The size of the graph that runs a step; None where none does."""
-        if size.tokens != size.sequences or not 0 < size.rows <= size.sequences or size.blocks > self.width:
+        each = 1 + self.drafts
+        if self.drafts:
+            fits = size.sequences < size.tokens == size.rows
+        else:
+            fits = size.tokens == size.sequences and 0 < size.rows <= size.sequences
+        if not fits or size.blocks > self.width:
             return None
-        sequences = padded_size(size.sequences, [n for n in self.planned if n not in self.dropped])
-        if sequences is None or sequences - size.sequences > most_padding(self.planned):
+        needed = max(size.sequences, -(-size.tokens // each))
+        sequences = padded_size(needed, [n for n in self.planned if n not in self.dropped])
+        if sequences is None:
             return None
-        return StepSize(sequences, sequences, sequences, self.width)
+        dummies = sequences * each - size.tokens
+        if dummies > most_padding(self.planned) * each or (dummies and sequences == size.sequences):
+            return None
+        return StepSize(sequences * each, sequences, sequences * each, self.width)
 
     def sequences_of(self, args: Sequence[Any]) -> int | None:
         """The number of sequences of the graph that takes a step's arguments as they are; None where none does.
@@ -98,11 +110,11 @@ class StaticDecode:
         Args:
             args: one for each placeholder of the traced graph.
         """
-        sequences = int(args[self._at[self.traced.input_ids]].shape[1])
-        if sequences not in self.planned or sequences in self.dropped:
+        sequences, others = divmod(int(args[self._at[self.traced.input_ids]].shape[1]), 1 + self.drafts)
+        if others or sequences not in self.planned or sequences in self.dropped:
             return None
         if sequences not in self._shapes:
-            inputs = decode_inputs(self.traced, sequences, self.width)
+            inputs = decode_inputs(self.traced, sequences, self.width, self.drafts)
             at = self._at
             self._shapes[sequences] = [(at[name], tensor.shape) for name, tensor in inputs.items() if name in at]
         if any(args[i].shape != shape for i, shape in self._shapes[sequences]):
@@ -116,9 +128,9 @@ class StaticDecode:
             NotStatic: the graph cannot be given sizes; and what the toolchain raises.
         """
         if sequences not in self.graphs:
-            log.info("compiling the static decode graph for %d sequences", sequences)
+            log.info("compiling the static %s graph for %d sequences", self.kind, sequences)
             caches = zip(cache_inputs(self.traced), self._caches, strict=True)
-            sizes = {**decode_inputs(self.traced, sequences, self.width), **dict(caches)}
+            sizes = {**decode_inputs(self.traced, sequences, self.width, self.drafts), **dict(caches)}
             self.graphs[sequences] = self._compile(sizes)
         return self.graphs[sequences]
 
@@ -131,7 +143,7 @@ class StaticDecode:
         return self.first_runs.run(sequences, self.graph, args)
 
     def _leave_out(self, sequences: int, reason: str) -> None:
-        log.warning("not using the static decode graph for %d sequences: %s", sequences, reason)
+        log.warning("not using the static %s graph for %d sequences: %s", self.kind, sequences, reason)
         self.drop(sequences, reason)
 
     def drop(self, sequences: int, reason: str) -> None:
@@ -146,16 +158,17 @@ class StaticDecode:
         self.first_runs.clear()
 
 
-def decode_inputs(traced: TracedGraph, sequences: int, width: int) -> dict[str, torch.Tensor]:
+def decode_inputs(traced: TracedGraph, sequences: int, width: int, drafts: int = 0) -> dict[str, torch.Tensor]:
     """The tensors of a decode step by placeholder, for their sizes; lists and caches are not among them.
 
     Args:
         traced: a lowered graph.
         sequences: how many.
         width: columns of the block table.
+        drafts: of each sequence.
     """
-    step = _decode_step(sequences, width, has_state=has_state(traced.caches))
-    tokens = torch.zeros(1, sequences, dtype=torch.int64)
+    step = _decode_step(sequences, width, drafts, has_state=has_state(traced.caches))
+    tokens = torch.zeros(1, sequences * (1 + drafts), dtype=torch.int64)
     found = {name: tokens for name in (traced.input_ids, traced.position_ids) if name}
     for name in traced.step_inputs:
         if isinstance(tensor := step.field(name), torch.Tensor):
@@ -163,16 +176,17 @@ def decode_inputs(traced: TracedGraph, sequences: int, width: int) -> dict[str, 
     return found
 
 
-def _decode_step(sequences: int, width: int, *, has_state: bool) -> StepMetadata:
-    every, ones = torch.arange(sequences), torch.ones(sequences, dtype=torch.int32)
-    slots = every.int() if has_state else None
+def _decode_step(sequences: int, width: int, drafts: int, *, has_state: bool) -> StepMetadata:
+    each = 1 + drafts
+    tokens, lens = torch.arange(sequences * each), torch.full((sequences,), each, dtype=torch.int32)
+    slots = torch.arange(sequences, dtype=torch.int32) if has_state else None
     return StepMetadata(
-        slot_mapping=every,
+        slot_mapping=tokens,
         block_table=torch.zeros(sequences, width, dtype=torch.int32),
-        query_start_loc=torch.arange(sequences + 1, dtype=torch.int32),
-        seq_lens=ones,
-        logits_rows=every,
-        token_lengths=ones.long(),
-        state_read=slots if slots is None else -ones,
+        query_start_loc=torch.arange(sequences + 1, dtype=torch.int32) * each,
+        seq_lens=lens,
+        logits_rows=tokens,
+        token_lengths=torch.arange(1, each + 1).repeat(sequences),
+        state_read=slots if slots is None else torch.full_like(slots, -1),
         state_write=slots,
     )

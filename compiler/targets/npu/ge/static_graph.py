@@ -199,7 +199,7 @@ class _Copier:
         self.fake_mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         self.inputs: dict[fx.Node, torch.Tensor] = {}
         self._traced, self._sizes, self._attention, self._given = traced, sizes, attention, inputs
-        self._sequences = inputs[traced.input_ids].shape[1]
+        self._sequences = inputs["block_table"].shape[0] if "block_table" in inputs else 0  # of lists
         self._device = value(traced.placeholder(traced.input_ids)).device
         self._copies: dict[fx.Node, Any] = {}
         self._values: dict[fx.Node, Any] = {}

@@ -33,10 +33,13 @@ class StepShape:
     Attributes:
         tokens: T.
         sequences: S, at most T; with as many as tokens it is a decode step.
+        drafts: each sequence has so many tokens besides its newest one, and logits of all are requested; 0: only
+            those of the last ones are.
     """
 
     tokens: int
     sequences: int
+    drafts: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,9 +78,13 @@ class SpareRoom:
         )
 
 
-def chain_blocks(tokens: int, longest: int, block_size: int) -> int:
-    """Blocks that the chains of ``tokens`` tokens lie in."""
-    whole, rest = divmod(tokens, longest)
+def chain_blocks(shape: StepShape, longest: int, block_size: int) -> int:
+    """Blocks that the chains of a step lie in."""
+    whole, rest = divmod(shape.tokens, longest)
+    if shape.drafts:
+        tokens = 1 + shape.drafts
+        whole, rest = divmod(shape.sequences, longest // tokens)
+        rest *= tokens
     return whole * -(-longest // block_size) + -(-rest // block_size)
 
 
@@ -88,12 +95,17 @@ def fitting_shape(tokens: int, sequences: int, longest: int) -> StepShape:
 
 
 def shares_of(shape: StepShape, longest: int) -> Shares:
-    """The sequences of a step: decoding ones behind a chunk that begins a sequence and one that goes on with it.
+    """The sequences of a step: decoding ones behind a chunk that begins a sequence and one that goes on with it; or,
+    with drafts, equal ones.
 
     Args:
         shape: of at most ``sequences * longest`` tokens.
         longest: most tokens of a sequence.
     """
+    if shape.drafts:
+        tokens = 1 + shape.drafts
+        places = [divmod(i, longest // tokens) for i in range(shape.sequences)]
+        return [(chain, place * tokens, tokens) for chain, place in places]
     lengths = [min(longest, shape.tokens - at) for at in range(0, shape.tokens, longest)]
     left = shape.sequences - len(lengths)
     shares: Shares = []
@@ -149,7 +161,7 @@ def warm_up_step(
         block_table=table,
         query_start_loc=torch.cat((torch.zeros(1, dtype=torch.int64), ends)).to(torch.int32),
         seq_lens=torch.tensor([start + tokens for _, start, tokens in shares], dtype=torch.int32),
-        logits_rows=ends - 1,
+        logits_rows=torch.arange(shape.tokens) if shape.drafts else ends - 1,
         token_lengths=where + 1,
         state_read=_slots([room.read_slot if start or decodes else -1 for _, start, _ in shares])
         if has_state

@@ -40,7 +40,7 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 @given(st.integers(1, 200), st.integers(1, 40), st.integers(1, 70), st.integers(0, 3), st.booleans())
 def test_steps_lie_in_the_room_and_are_what_was_asked_for(tokens, sequences, longest, variant, has_state):
     shape = fitting_shape(tokens, sequences, longest)
-    needed = chain_blocks(shape.tokens, longest, 4)
+    needed = chain_blocks(shape, longest, 4)
     room = SpareRoom(4, 9, needed, longest, read_slot=6, write_slot=7, shared_slot=5)
     ids, positions, step = warm_up_step(shape, room, 50, variant=variant, has_state=has_state)
     lengths = step.query_start_loc.diff()
