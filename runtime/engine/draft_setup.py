@@ -109,6 +109,7 @@ def draft_with(
             restart_length=program.restart_length,
             is_beam=is_beam,
             is_planned=num_planned > 0,
+            one_query=program.block_size is not None and any([spec.has_scales for spec in program.caches]),
         )
         drafting.runs_ahead = runs_ahead
         if measures and program.device.type == "cpu":

@@ -28,8 +28,9 @@ PROMPT_LOGPROBS: Final = "prompt_logprobs"
 SNAPSHOT: Final = "snapshot"
 RESTART: Final = "restart_length"
 BLOCKS: Final = "blocks"
+ONE_QUERY: Final = "one_query"
 
-LIMITS: Final = (BEAMS, STATIC, PROMPT_LOGPROBS, SNAPSHOT, RESTART, BLOCKS)
+LIMITS: Final = (BEAMS, STATIC, PROMPT_LOGPROBS, SNAPSHOT, RESTART, BLOCKS, ONE_QUERY)
 """Reasons why a request that decodes has no drafts in a step, in ``Engine.stats`` after ``undrafted_``:
 - beam_search: which beams go on follows from the candidates of all.
 - static_batches: batches that run to their end are for comparison.
@@ -37,6 +38,8 @@ LIMITS: Final = (BEAMS, STATIC, PROMPT_LOGPROBS, SNAPSHOT, RESTART, BLOCKS)
 - snapshot: the step must end where a snapshot of the state is due.
 - restart_length: all keys of the sequence change with its next token (longrope).
 - blocks: the cache has no free block, or no free slot of a state.
+- one_query: the attention kernel takes one token of each sequence (int8 caches on an NPU); more would be computed by
+  its formula.
 """
 
 ACCEPTED_BY_PLACE: Final = tuple(f"spec_decode_num_accepted_tokens_pos_{place}" for place in range(LENGTHS[-1]))
@@ -76,6 +79,7 @@ class Drafting:
         restart_length: of the program.
         is_beam: tells beams of a search from other requests.
         is_planned: steps run at planned sizes: with drafts, all requests have ``most`` rows besides their own.
+        one_query: see ``LIMITS``.
 
     Attributes:
         lengths: chooses how many drafts a step has.
@@ -92,10 +96,11 @@ class Drafting:
         restart_length: int | None = None,
         is_beam: Callable[[Request], bool] = lambda request: False,
         is_planned: bool = False,
+        one_query: bool = False,
     ) -> None:
         self.drafters = Drafters(drafters, vocab_size)
         self.batcher = batcher
-        self.is_planned = is_planned
+        self.is_planned, self.one_query = is_planned, one_query
         lengths = (0, most) if is_planned else [length for length in LENGTHS if length <= most]
         self.lengths = DraftLengths(lengths, {drafter.name: drafter.expected for drafter in drafters})
         self.restart_length = restart_length
@@ -219,6 +224,8 @@ class Drafting:
             return known  # a prompt, or one that is computed again
         if self.batcher.planner.batches is not None:
             return self._limited(STATIC, known)
+        if self.one_query:
+            return self._limited(ONE_QUERY, known)
         if self.is_beam(request):
             return self._limited(BEAMS, known)
         if request.params.prompt_logprobs is not None and item.start < request.num_prompt_tokens - 1:

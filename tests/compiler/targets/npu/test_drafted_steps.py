@@ -10,6 +10,8 @@ from drafters import Oracle, draft
 from lowered_models import LIMITS, PROMPTS, lowered
 from static_routes import AsItIs
 
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.flat_graph import cache_inputs
@@ -20,6 +22,8 @@ from torch_pagoda.compiler.targets.npu.warm_up.steps import SpareRoom, StepShape
 from torch_pagoda.npu_tools.offline.decode_graphs import GraphCounts, static_decode_graph
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+
+from legal_models import build_legal_model
 
 CONFIG = {"method": "ngram", "num_speculative_tokens": 3}
 SIZES = {**LIMITS, "max_num_batched_tokens": 40}
@@ -107,6 +111,16 @@ def test_a_wrong_verification_graph_is_left_out_by_name(monkeypatch):
     wrong = {name: reason for name, reason in outcomes(engine).items() if reason}
     assert list(wrong) == ["verification steps of 16 tokens"] and route.drafted == (8, 12)
     assert stats["operator_steps"] > 0
+
+
+def test_int8_caches_have_no_drafts():
+    """Their kernel takes one token of each sequence."""
+    options = CompileOptions(codegen="none", target="npu", verify="off", kv_cache_dtype="int8")
+    program = build_program(build_legal_model("llama").bfloat16(), options)
+    engine = Engine(program, **{**SIZES, "num_blocks": 8}, speculative_config=CONFIG)
+    tokens_of(engine)
+    stats = engine.stats()
+    assert stats["spec_decode_num_drafts"] == 0 and stats["undrafted_one_query"] > 0
 
 
 def test_which_steps():
