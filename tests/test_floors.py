@@ -16,10 +16,10 @@ FLOORS = {
         *(
             "cli",
             "__init__",
-            "async_llm generation",
+            "async_llm generation reports",
+            "npu_tools",
             "llm",
-            "reports",
-            "draft_program npu_tools serving",
+            "draft_program serving",
             "compiled_model rank rendering",
             "shipping",
             "chat default_params options",

@@ -75,7 +75,7 @@ class ShippingRanks:
             known=known,
             step_timeout=loading.step_timeout,
             restarts=RestartLimit((0 if backend else _RESTARTS) if restarts is None else restarts),
-            **_on_devices(backend, size),
+            **on_devices(backend, size),
         )
 
     def load(self, shipment: Shipment) -> None:
@@ -181,7 +181,7 @@ def _device(backend: Backend | Literal[""], launched: LaunchedRanks | None) -> t
     return torch.device("npu", 0 if launched is None else launched.place.local_rank)
 
 
-def _on_devices(backend: Backend | Literal[""], size: int) -> dict[str, Any]:
+def on_devices(backend: Backend | Literal[""], size: int) -> dict[str, Any]:
     """Arguments of ``Ranks`` for ranks that start as child processes and have devices."""
     if not backend:
         return {}

@@ -157,6 +157,11 @@ class LeaderProgram:
                 warm_up()
 
     @property
+    def pids(self) -> list[int]:
+        """Process ids of the other ranks."""
+        return self._ranks.pids
+
+    @property
     def failure(self) -> GroupFailed | None:
         """What has failed, once the other ranks were ended because of it."""
         return self._ranks.failure

@@ -180,6 +180,7 @@ def _stand_for_graphs(wrong_size: int) -> None:
 def main() -> None:
     """Make a report."""
     from torch_pagoda.cli.selftest import run_and_write
+    from torch_pagoda.npu_tools.selftest.selftest import stages_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
@@ -206,7 +207,7 @@ def main() -> None:
             "wrong_size": given.wrong_size,
         },
     }
-    report = run_and_write(asked, given.out, given.stage, given.timeout, given.again)
+    report = run_and_write(asked, given.out, stages_of(given.stage or [], 1), given.timeout, given.again)
     sys.exit(0 if report.is_right else 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,12 +27,22 @@ def selftest(
         "pagoda-selftest"
     ),
     stage: Annotated[
-        list[str] | None, typer.Option(help="Only operators, passes or graphs; repeatable.", metavar="NAME")
+        list[str] | None, typer.Option(help="Only operators, passes, graphs or ranks; repeatable.", metavar="NAME")
     ] = None,
     comparison: Annotated[
         list[str] | None,
         typer.Option(help="Of graphs only this one, see docs/npu.md; repeatable.", metavar="NAME"),
     ] = None,
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            "--tensor-parallel-size", "-tp", help="Test so many NPUs together, too: the stage ranks.", metavar="N"
+        ),
+    ] = 1,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Run the stage ranks on CPUs, with reference kernels; needs no NPU."),
+    ] = False,
     timeout: Annotated[
         int, typer.Option(help="Without a word for so long, an item counts as hung.", metavar="SECONDS")
     ] = 900,
@@ -58,7 +69,8 @@ def selftest(
     time ways to run them.
 
     Each operator of the model's graphs at its real sizes; the model, pass by pass; each planned graph of each way to
-    run it, and how fast that is. An error, a hang or a lost device is noted, and the rest goes on. Where this process
+    run it, and how fast that is. With several ranks, what they exchange and serve together, and that they end when
+    one of them does. An error, a hang or a lost device is noted, and the rest goes on. Where this process
     ends, the next run goes on behind what was under way. report.json and report.html hold no prompts or
     texts; folders, the user, the host and the model's name are taken out, so that they can be sent to somebody who
     has no NPU.
@@ -67,12 +79,19 @@ def selftest(
     """
     with one_line_errors(debug):
         from ..npu_tools.selftest.comparisons import chosen
+        from ..npu_tools.selftest.selftest import stages_of
         from ..runtime.requests.checks import check_at_least
 
         chosen(comparison or [])  # raises for what it does not know
         check_at_least(
-            1, "raise it", max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, timeout=timeout
+            1,
+            "raise it",
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            timeout=timeout,
+            tensor_parallel_size=tensor_parallel_size,
         )
+        stages = stages_of(stage or [], tensor_parallel_size, simulated=simulate)
         asked = {
             "model": model,
             "dtype": dtype,
@@ -84,22 +103,24 @@ def selftest(
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": max_num_batched_tokens,
             "comparisons": comparison or [],
+            "tensor_parallel_size": tensor_parallel_size,
         }
-        report = run_and_write(asked, out, stage, timeout, again)
+        if simulate:
+            asked["device"] = "torch_pagoda.npu_tools.selftest.device:simulated"
+        report = run_and_write(asked, out, stages, timeout, again)
     raise typer.Exit(0 if report.is_right else NOT_RIGHT)
 
 
-def run_and_write(asked: dict[str, Any], out: Path, stages: list[str] | None, timeout: float, again: bool) -> Report:
+def run_and_write(asked: dict[str, Any], out: Path, stages: Sequence[str], timeout: float, again: bool) -> Report:
     """Run the test, write both reports, and print their beginning."""
     from ..npu_tools.selftest import run_selftest
-    from ..npu_tools.selftest.selftest import STAGES
 
     progress = _Progress()
     # What is under way when somebody ends this process is tried again by the next run, as with Ctrl-C.
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, signal.default_int_handler)
-    report = run_selftest(out, asked, stages=stages or STAGES, seconds=timeout, again=again, show=progress.show)
+    report = run_selftest(out, asked, stages=stages, seconds=timeout, again=again, show=progress.show)
     console = Console(highlight=False)
     console.print(Text(report.title, style="bold"))
     console.print(Text(report.first_line))

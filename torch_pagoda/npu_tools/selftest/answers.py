@@ -8,6 +8,7 @@ from typing import Any
 
 from .journal import NOT_RUN, RIGHT
 from .numbers import number
+from .rank_items import BROKEN, KINDS, WAYS
 from .supervise import PREPARE
 
 __all__ = ["QUESTIONS", "Question", "answers"]
@@ -97,6 +98,46 @@ def _graph(outcome: Mapping[str, Any]) -> str:
     return f"{outcome['item']}: {', '.join(parts)}" if parts else ""
 
 
+def _exchanges(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    """How many exchanges are right, and what sums have in common with those of ranks on CPUs."""
+    found = [each for outcome in outcomes for each in outcome["found"].get("exchanges", [])]
+    if not found:
+        return ""
+    parts = [f"{sum(not each['wrong'] for each in found)} of {len(found)} are right"]
+    for name, words in (
+        ("repeats", "the same bits a second time"),
+        ("in_order", "the bits of a sum in the order of the ranks"),
+    ):
+        sums = [each[name] for each in found if name in each]
+        if sums:
+            parts.append(f"{sum(sums)} of {len(sums)} sums have {words}")
+    return "; ".join(parts)
+
+
+def _ranks(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    return "; ".join(filter(None, map(_served, outcomes)))
+
+
+def _served(outcome: Mapping[str, Any]) -> str:
+    """Of an engine of several ranks: its sizes, tokens, and the time of a decode step."""
+    found = outcome["found"]
+    sizes = found.get("sizes", [])
+    parts = []
+    if sizes:
+        parts.append(f"{sum(not size['reason'] for size in sizes)} of {len(sizes)} sizes are right")
+    if "same_tokens" in found:
+        parts.append(f"{found['same_tokens']} of {found['sequences']} sequences have transformers' tokens")
+        parts.append(f"a decode step takes {found['milliseconds']:.3g} ms")
+    return f"{outcome['item']}: {', '.join(parts)}" if parts else ""
+
+
+def _failure(outcomes: Sequence[Mapping[str, Any]]) -> str:
+    found = outcomes[0]["found"] if outcomes else {}
+    if not found.get("error"):
+        return ""
+    return f"after {found['seconds_until_error']:.3g} s: {found['error']}"
+
+
 QUESTIONS = (
     Question(
         "Do the operators match their CPU semantics?",
@@ -148,6 +189,14 @@ QUESTIONS = (
         _named("static kernels", "super kernels", "super kernels of the graph engine"),
         _graphs,
     ),
+    Question("Do the ranks meet, and are their exchanges right?", "ranks", _named(*KINDS), _exchanges),
+    Question(
+        "Do the ranks serve the model's tokens, with captures and graphs that hold exchanges?",
+        "ranks",
+        _named(*WAYS),
+        _ranks,
+    ),
+    Question("Do all ranks end, with an error, when one does?", "ranks", _named(BROKEN), _failure),
 )
 
 

@@ -12,7 +12,7 @@ import torch
 
 from ...device import npu_available
 
-__all__ = ["Device", "npu"]
+__all__ = ["Device", "npu", "simulated"]
 
 _Result = TypeVar("_Result")
 
@@ -74,3 +74,13 @@ def npu() -> Device:
         release=module.empty_cache,
         facts={"device": name, "memory": f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free"},
     )
+
+
+def simulated(soc: str = "Ascend910B3") -> Device:
+    """A CPU, whose reference kernels stand for a device's.
+
+    Args:
+        soc: name of the chip to lower graphs for.
+    """
+    words = "processes on a CPU ran all of it, with reference kernels in place of an NPU's and gloo in that of HCCL"
+    return Device(torch.device("cpu"), soc, stand_in=words, facts={"device": "none"})

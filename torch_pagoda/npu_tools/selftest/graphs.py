@@ -30,7 +30,7 @@ from .worker import Items, Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["graph_items", "stage"]
+__all__ = ["graph_items", "made", "stage", "why_wrong"]
 
 _PROMPT, _DECODED, _ROUNDS = 100, 32, 3
 _LONGEST = 4096
@@ -119,7 +119,7 @@ def _side(
     report = CompileReport(type(model).__name__)
     device.peak_memory()
 
-    def made() -> Engine:
+    def started() -> Engine:
         program = build_unpacked(model, options, report=report, reference=reference).program
         longest = min(program.max_model_len or _LONGEST, _LONGEST)
         size = options.block_size
@@ -133,9 +133,9 @@ def _side(
             enable_prefix_caching=False,
         )
 
-    engine = device.run(made)
+    engine = device.run(started)
     unscheduled = _unscheduled(report, options)
-    return _Side(engine, report, _why_wrong(report, options.codegen), unscheduled, device.peak_memory())
+    return _Side(engine, report, why_wrong(report, options.codegen), unscheduled, device.peak_memory())
 
 
 def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
@@ -151,7 +151,8 @@ def _unscheduled(report: CompileReport, options: CompileOptions) -> list[str]:
     return lines
 
 
-def _why_wrong(report: CompileReport, codegen: str) -> str:
+def why_wrong(report: CompileReport, codegen: str) -> str:
+    """Why a program is not as requested, or "": it runs otherwise, or without a pass or a planned size."""
     if report.codegen != codegen:
         reasons = dict(report.dropped_passes)
         return f"the graph does not run with codegen={codegen!r}: {reasons.get(codegen, 'it was left out')}"
@@ -163,7 +164,13 @@ def _why_wrong(report: CompileReport, codegen: str) -> str:
 
 def _made(side: _Side) -> dict[str, Any]:
     """The results before the timing, as JSON data."""
-    report, verdict = side.report, side.report.verdict
+    said = made(side.report)
+    return {**said, "limits": [*said["limits"], *side.unscheduled], "peak_bytes": side.peak}
+
+
+def made(report: CompileReport) -> dict[str, Any]:
+    """What became of a program, as JSON data."""
+    verdict = report.verdict
     return {
         "codegen": report.codegen,
         "error": None if verdict is None else plain(verdict.error),
@@ -172,9 +179,8 @@ def _made(side: _Side) -> dict[str, Any]:
             {"name": size.name, "error": plain(size.error), "reason": size.reason, "seconds": round(size.seconds, 2)}
             for size in report.sizes
         ],
-        "limits": [*report.size_limits, *side.unscheduled],
+        "limits": list(report.size_limits),
         "seconds": {name: round(seconds, 2) for name, seconds in report.seconds.items()},
-        "peak_bytes": side.peak,
     }
 
 

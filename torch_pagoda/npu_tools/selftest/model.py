@@ -35,6 +35,7 @@ class Asked:
         block_size: tokens per block of the cache.
         max_num_seqs, max_num_batched_tokens: sizes of the engines that are compared and timed.
         comparisons: names of comparisons; empty: the default ones.
+        tensor_parallel_size: ranks of the stage ``ranks``.
         device: "module:function" that makes the ``Device``.
         device_arguments: arguments of that function.
     """
@@ -49,6 +50,7 @@ class Asked:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     comparisons: Sequence[str] = ()
+    tensor_parallel_size: int = 1
     device: str = "torch_pagoda.npu_tools.selftest.device:npu"
     device_arguments: Mapping[str, Any] = field(default_factory=dict)
 

@@ -64,9 +64,15 @@ def sections(data: Mapping[str, Any], *, short: bool = False) -> list[Section]:
         _operators(operators),
         _passes(stages.get("passes", [])),
         _graphs(stages.get("graphs", [])),
+        _served(stages.get("ranks", [])),
+        _exchanges(stages.get("ranks", [])),
     ]
     if not short:
-        made += [_sizes(stages.get("graphs", [])), _calls(operators), _machine(data.get("doctor", []))]
+        made += [
+            _sizes([*stages.get("graphs", []), *stages.get("ranks", [])]),
+            _calls(operators),
+            _machine(data.get("doctor", [])),
+        ]
     return [section for section in made if section.rows]
 
 
@@ -185,10 +191,54 @@ def _graphs(outcomes: Sequence[Mapping[str, Any]]) -> Section:
     return Section("Ways to run the graph", columns, tuple(rows), hint=hint)
 
 
+def _served(outcomes: Sequence[Mapping[str, Any]]) -> Section:
+    rows: list[tuple[Cell, ...]] = []
+    for outcome in outcomes:
+        found, status = outcome["found"], outcome["status"]
+        if "exchanges" in found or "same_tokens" not in found:
+            continue
+        sizes = found.get("sizes", [])
+        rows.append(
+            (
+                Styled(outcome["item"], "" if status == RIGHT else _style(status)),
+                f"{found['milliseconds']:.3g}",
+                f"{found['same_tokens']} of {found['sequences']}",
+                f"{sum(not size['reason'] for size in sizes)} of {len(sizes)}" if sizes else "",
+                str(found["steps_ahead"]),
+            )
+        )
+    columns = ("by", "ms of a decode step#", "same tokens#", "sizes right#", "steps ahead#")
+    hint = "Tokens are compared with those of transformers on the CPU."
+    return Section("Served by several ranks", columns, tuple(rows), hint=hint)
+
+
+def _exchanges(outcomes: Sequence[Mapping[str, Any]]) -> Section:
+    rows: list[tuple[Cell, ...]] = []
+    for outcome in outcomes:
+        for each in outcome["found"].get("exchanges", []):
+            rows.append(
+                (
+                    Styled(each["kind"], "bad" if each["wrong"] else ""),
+                    f"{each['dtype']}[{each['rows']}, {each['width']}]",
+                    f"{each['microseconds']:.0f}",
+                    f"{each['gigabytes_per_second']:.3g}",
+                    _yes(each.get("repeats")),
+                    _yes(each.get("in_order")),
+                )
+            )
+    columns = ("exchange`", "of each rank`", "microseconds#", "GB/s#", "same bits again", "bits of a sum in order")
+    hint = "GB/s: the bytes of one rank's tensor in that time. In order: that of the ranks, in float32."
+    return Section("Exchanges of the ranks", columns, tuple(rows), hint=hint)
+
+
+def _yes(found: bool | None) -> str:
+    return "" if found is None else "yes" if found else "no"
+
+
 def _sizes(outcomes: Sequence[Mapping[str, Any]]) -> Section:
     rows: list[tuple[Cell, ...]] = []
     for outcome in outcomes:
-        for size in outcome["found"].get("on", {}).get("sizes", []):
+        for size in outcome["found"].get("on", outcome["found"]).get("sizes", []):
             style = "bad" if size["reason"] else ""
             rows.append(
                 (

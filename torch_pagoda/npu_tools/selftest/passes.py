@@ -25,7 +25,7 @@ from .worker import Items, Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["pass_items", "reference_of", "stage"]
+__all__ = ["pass_items", "reference_of", "stage", "with_rounding"]
 
 
 def stage(**asked: Any) -> Items:
@@ -38,7 +38,11 @@ def stage(**asked: Any) -> Items:
 
 def reference_of(asked: Asked) -> Reference:
     """The model's logits on the CPU, with the tolerance derived from its own rounding."""
-    model = load(asked, torch.device("cpu"))
+    return with_rounding(load(asked, torch.device("cpu")))
+
+
+def with_rounding(model: PreTrainedModel) -> Reference:
+    """The same of a model that is loaded."""
     reference = reference_of_model(model)
     with suppress(UnsupportedModel):  # every stage that captures the model says why
         measure_rounding(capture(model), reference)

@@ -14,10 +14,10 @@ from .journal import FAILED, Journal, Outcome
 from .report import Report, make_report
 from .supervise import PREPARE, Stage, run_stage
 
-__all__ = ["STAGES", "run_selftest"]
+__all__ = ["STAGES", "run_selftest", "stages_of"]
 
-STAGES = ("device", "operators", "passes", "graphs")
-"""In order; the first describes model and device, and always runs."""
+STAGES = ("device", "operators", "passes", "graphs", "ranks")
+"""In order; the first describes model and device, and always runs. The last one needs several ranks."""
 _FUNCTIONS = {
     "device": "torch_pagoda.npu_tools.selftest.model:stage",
     **{name: f"torch_pagoda.npu_tools.selftest.{name}:stage" for name in STAGES[1:]},
@@ -26,11 +26,34 @@ _VERSIONS = ("torch-pagoda", "torch", "torch-npu", "transformers")
 JOURNAL = "journal.jsonl"
 
 
+def stages_of(names: Sequence[str], ranks: int, *, simulated: bool = False) -> Sequence[str]:
+    """The stages to run: those that are named, or by default what one rank, or several ones, can run.
+
+    Args:
+        names: of stages, or none.
+        ranks: their number.
+        simulated: on CPUs, where the other stages would compare the reference kernels with themselves.
+
+    Raises:
+        ValueError: a stage is unknown, or cannot be run so.
+    """
+    for name in names:
+        if name not in STAGES:
+            raise ValueError(f"stage {name!r} is unknown; use one of {', '.join(STAGES)}")
+        if simulated and name not in ("device", "ranks"):
+            raise ValueError(f"stage {name!r} needs an NPU; --simulate is for the stage ranks")
+    if (simulated or "ranks" in names) and ranks < 2:
+        raise ValueError("the stage ranks needs several of them; add -tp 2 or more")
+    if names or simulated:
+        return names or ("ranks",)
+    return STAGES if ranks > 1 else STAGES[:-1]
+
+
 def run_selftest(
     folder: Path,
     asked: dict[str, Any],
     *,
-    stages: Sequence[str] = STAGES,
+    stages: Sequence[str] = STAGES[:-1],
     seconds: float = 900.0,
     again: bool = False,
     show: Callable[[str, str], None] = lambda stage, item: None,
@@ -48,12 +71,9 @@ def run_selftest(
         system: the machine.
 
     Raises:
-        ValueError: an unknown stage, no device, an invalid ``asked``, or another run in the folder.
+        ValueError: no device, an invalid ``asked``, or another run in the folder.
         OSError: the folder cannot be written to.
     """
-    for name in stages:
-        if name not in STAGES:
-            raise ValueError(f"stage {name!r} is unknown; use one of {', '.join(STAGES)}")
     system = System() if system is None else system
     versions = {name: version for name in _VERSIONS if (version := system.version_of(name)) is not None}
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,6 +116,7 @@ def _report(
         "block_size",
         "max_num_seqs",
         "max_num_batched_tokens",
+        "tensor_parallel_size",
     )
     return make_report(
         outcomes,

@@ -252,7 +252,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     ("arguments", "words"),
     [
         (("--comparison", "nz"), "comparison 'nz' is unknown; use one of graph engine, captured graphs"),
-        (("--stage", "all"), "stage 'all' is unknown; use one of device, operators, passes, graphs"),
+        (("--stage", "all"), "stage 'all' is unknown; use one of device, operators, passes, graphs, ranks"),
+        (("--stage", "ranks"), "the stage ranks needs several of them; add -tp 2 or more"),
+        (
+            ("-tp", 2, "--simulate", "--stage", "graphs"),
+            "stage 'graphs' needs an NPU; --simulate is for the stage ranks",
+        ),
+        (("-tp", 0), "tensor_parallel_size=0"),
         (("--max-num-seqs", 0), "max_num_seqs=0"),
         (("--timeout", 0), "timeout=0"),
     ],
@@ -280,7 +286,7 @@ def test_a_terminal_that_goes_away_stops_the_run_as_the_user_does(
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN if by_nohup else signal.SIG_DFL)
         with pytest.raises(KeyboardInterrupt):
-            run_and_write({}, tmp_path, None, 9, again=False)
+            run_and_write({}, tmp_path, ["device"], 9, again=False)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
