@@ -14,6 +14,7 @@ FLOORS = {
     "": ("torch_pagoda", "compiler", "passes", "runtime"),
     "torch_pagoda": (
         *(
+            "__main__",
             "cli",
             "__init__",
             "async_llm generation reports",

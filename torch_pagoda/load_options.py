@@ -45,7 +45,7 @@ class LoadOptions:
     generation_config: str | os.PathLike[str] = "auto"
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     gguf_file: str | None = None
-    distributed_executor_backend: str = "mp"
+    distributed_executor_backend: str = option("mp", "What starts the ranks: mp, or external_launcher (torchrun).")
     worker_restarts: int | None = option(None, "Starts of other ranks in place of failed ones, in 10 minutes.")
     step_timeout: float = option(300.0, "Seconds after which a step of several ranks has failed.")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torch_pagoda import LLM, SamplingParams
+from torch_pagoda import LLM, SamplingParams, cli
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-pydoc"
 BACKEND = {"distributed_executor_backend": "external_launcher"}
@@ -26,6 +26,11 @@ except BaseException as end:
     raise
 print(llm.stats()["ranks"], llm.generate("def f", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text)
 """
+
+_COMMAND = (
+    *("-m", "torch_pagoda", "generate", str(EXAMPLE), "-p", "def f", "--temperature", "0", "--max-tokens", "8"),
+    *("--dtype", "float32", "-tp", "2", "--distributed-executor-backend", "external_launcher"),
+)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +57,57 @@ def test_what_cannot_work_is_refused_before_anything_is_loaded(
         LLM("/no/such/model", **options)
 
 
+COMMAND_OPTIONS = ("--distributed-executor-backend", "external_launcher")
+
+
+def place(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    values = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("serve", "-dp", "2"), "--data-parallel-size 2: a launcher starts the ranks of one engine"),
+        (("bench", "startup"), "a launcher starts each process once, and this starts several; use bench latency"),
+        (("generate", "-p", "x", "-tp", "4"), "the launcher has started 2 processes; use tensor_parallel_size=2"),
+    ],
+)
+def test_commands_refuse_what_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], told: str
+) -> None:
+    place(monkeypatch, "0")
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*arguments, "/no/such/model", *COMMAND_OPTIONS])
+    assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_only_rank_0_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[tuple[str, dict[str, Any]]] = []
+
+    def follow(model: str, tokenizer: str | None, **options: Any) -> None:
+        followed.append((model, options))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("torch_pagoda.llm.LLM", follow)
+    monkeypatch.setattr("torch_pagoda.cli.serving.Glue", lambda *_: pytest.fail("rank 1 serves"))
+    place(monkeypatch, "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "a-model", "-tp", "2", *COMMAND_OPTIONS])
+    ((model, options),) = followed
+    assert ended.value.code == 0 and model == "a-model" and options["tensor_parallel_size"] == 2
+
+
 @pytest.mark.slow
-def test_the_first_leads_and_the_others_follow_and_exit() -> None:
+@pytest.mark.parametrize("is_command", [False, True])
+def test_the_first_leads_and_the_others_follow_and_exit(is_command: bool) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     places = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _SCRIPT],
+            [sys.executable, *(_COMMAND if is_command else ("-c", _SCRIPT))],
             env={**os.environ, **places, "RANK": rank},
             stdout=subprocess.PIPE,
             text=True,
@@ -73,5 +121,9 @@ def test_the_first_leads_and_the_others_follow_and_exit() -> None:
             process.kill()
     whole = LLM(EXAMPLE, dtype="float32")
     expected = whole.generate("def f", SamplingParams(temperature=0, max_tokens=8))
-    assert outputs == [f"2 {expected[0].outputs[0].text}\n", "SystemExit 0\n"]
+    text = expected[0].outputs[0].text
+    if is_command:
+        assert text in outputs[0] and outputs[1] == ""
+    else:
+        assert outputs == [f"2 {text}\n", "SystemExit 0\n"]
     assert [process.returncode for process in processes] == [0, 0]

@@ -96,6 +96,8 @@ def startup(model: Model, own: StartupOptions, engine: dict[str, Any]) -> None:
     """Start the model in new processes and show the seconds to the first token, by phase."""
     with one_line_errors(own.debug):
         _check(own, num_iters_cold=own.num_iters_cold, num_iters_warm=own.num_iters_warm)
+        if engine.get("distributed_executor_backend", "mp") != "mp":
+            raise ValueError("a launcher starts each process once, and this starts several; use bench latency")
         rows = []
         with tempfile.TemporaryDirectory() as folder:
             for cold in range(own.num_iters_cold):

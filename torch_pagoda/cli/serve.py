@@ -58,12 +58,16 @@ def serve(model: Model, own: ServeOptions, server: dict[str, Any], engine: dict[
             import torch
 
             from .. import __version__
-            from .serving import Glue
+            from .serving import Glue, follows_launcher
 
             torch.set_num_threads(1)
         options = own.llm_options(engine)
         if own.generation_config == "none":
             options["generation_config"] = "vllm"
+        if follows_launcher(options):
+            from ..llm import LLM
+
+            LLM(model, own.tokenizer, **options)  # ends this process with rank 0
         settings = make_settings(model, own, server, options, __version__)
         _warn_of_open_door(settings)
         glue = Glue(model, options, settings, own)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from ..checkpoint.configs import load_tokenizer
 from ..device import resolve_device
 from ..runtime.engine.engine_options import EngineOptions
+from ..runtime.parallel.torchrun import Place
 from ..runtime.processors import shares
 from ..runtime.restart_limit import RestartLimit
 from ..serving.app import make_app
@@ -143,6 +144,17 @@ class Glue:
         )
 
 
+def follows_launcher(options: Mapping[str, Any]) -> bool:
+    """Whether a launcher has started this process as another rank than the one that serves.
+
+    Raises:
+        ValueError: no launcher has.
+    """
+    if options.get("distributed_executor_backend", "mp") != "external_launcher":
+        return False
+    return Place.of_environment().rank > 0
+
+
 def _check_engines(count: int, options: Mapping[str, Any]) -> None:
     """Refuse more engines than there are processors for.
 
@@ -153,6 +165,10 @@ def _check_engines(count: int, options: Mapping[str, Any]) -> None:
         raise ValueError(f"--data-parallel-size {count} is below 1; use 1 or more")
     if count == 1:
         return
+    if options.get("distributed_executor_backend", "mp") != "mp":
+        raise ValueError(
+            f"--data-parallel-size {count}: a launcher starts the ranks of one engine; start one server for each"
+        )
     if resolve_device(options.get("device", "auto")).type != "cpu":
         raise ValueError(f"--data-parallel-size {count} runs on CPUs only so far; start one server for each device")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
