@@ -6,7 +6,8 @@
 
 A checkpoint of random weights in several files is loaded twice, each time by processes of its own: a first start
 compiles it, a second one takes the stored program. Memory is the most that a rank took while it loaded and that no
-file backs (``RssAnon``): its packed parts. Pages of the files are shared by all ranks.
+file backs (``RssAnon``): its packed parts. Pages of the files (``RssFile``) are shared by all ranks, and the system
+takes them back where memory is short: their most is shown beside.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ GIB = 2**30
 
 
 class Watched:
-    """The most memory of a process that no file backs, in bytes, sampled until it is closed.
+    """The most memory of a process, in bytes, sampled until it is closed.
 
     Args:
         pid: of the process.
+
+    Attributes:
+        most: that no file backs.
+        mapped: of files.
     """
 
     def __init__(self, pid: int) -> None:
-        self.most = 0
+        self.most = self.mapped = 0
         self._pid, self._ended = pid, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
@@ -49,13 +54,13 @@ class Watched:
 
     def _sample(self) -> None:
         while not self._ended.wait(0.005):
-            self.most = max(self.most, anonymous(self._pid))
+            self.most, self.mapped = max(self.most, memory(self._pid)), max(self.mapped, memory(self._pid, "File"))
 
 
-def anonymous(pid: int) -> int:
-    """Memory of a process that no file backs, in bytes; 0 once it has ended."""
+def memory(pid: int, kind: str = "Anon") -> int:
+    """Memory of a process that no file backs, or that of files, in bytes; 0 once it has ended."""
     try:
-        found = re.search(r"^RssAnon:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        found = re.search(rf"^Rss{kind}:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     except OSError:
         return 0
     return int(found[1]) << 10 if found else 0
@@ -72,12 +77,12 @@ def measure(folder: str, ranks: int) -> dict[str, Any]:
     load = launch.Ranks.load
 
     def watching(self: launch.Ranks, message: launch.Message) -> None:
-        before.extend(map(anonymous, self.pids))
+        before.extend(map(memory, self.pids))
         watched.extend(map(Watched, self.pids))
         load(self, message)
 
     launch.Ranks.load = watching  # type: ignore[method-assign]
-    first, at_first = Watched(os.getpid()), anonymous(os.getpid())
+    first, at_first = Watched(os.getpid()), memory(os.getpid())
     start = time.perf_counter()
     try:
         with LLM(folder, tensor_parallel_size=ranks, max_model_len=256, num_blocks=16) as llm:
@@ -86,7 +91,10 @@ def measure(folder: str, ranks: int) -> dict[str, Any]:
             stored = llm.compile_report.stored
     finally:
         launch.Ranks.load = load  # type: ignore[method-assign]
-    return {"stored": stored, "seconds": seconds, "first": first.close() - at_first, "most": most}
+    return {
+        **{"stored": stored, "seconds": seconds, "first": first.close() - at_first, "most": most},
+        **{"mapped_by_first": first.mapped, "mapped": max((each.mapped for each in watched), default=0)},
+    }
 
 
 def main() -> None:
@@ -134,10 +142,13 @@ def main() -> None:
             start["first"] / GIB,
             max(start["most"], default=0) / GIB,
             (share + 2 * largest) / GIB + 1,
+            start["mapped_by_first"] / GIB,
+            start["mapped"] / GIB,
         ]
         for start in found
     ]
-    table = markdown_table(["start", "s", "weights, GiB", "share", "most of rank 0", "of another", "allowed"], rows)
+    columns = ["start", "s", "weights, GiB", "share", "most of rank 0", "of another", "allowed"]
+    table = markdown_table([*columns, "of files, rank 0", "another"], rows)
     print(table)
     save(args.out, "load_shards", {"conditions": conditions(1), "starts": found, "bytes": size}, table)
 

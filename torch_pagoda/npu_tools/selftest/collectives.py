@@ -154,7 +154,7 @@ def _of_first(group: RankGroup, value: int) -> int:
 
 
 def _digest(x: torch.Tensor) -> int:
-    return int.from_bytes(hashlib.blake2b(x.contiguous().view(torch.uint8).numpy(), digest_size=7).digest())
+    return int.from_bytes(hashlib.blake2b(x.contiguous().view(torch.uint8).numpy().data, digest_size=7).digest())
 
 
 def _sums(parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
