@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,6 +31,7 @@ from torch_pagoda.shipping import load_program, other_ranks
 
 from tiny_models import build_tiny_model
 
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-pydoc"
 ARCHITECTURES = (
     *("llama", "gpt2", "falcon", "gemma3_text", "gpt_oss", "qwen3_moe", "deepseek_v3", "deepseek_v32"),
     *("qwen3_5_text", "nemotron_h", "mamba", "olmo2", "mixtral", "cohere2", "bloom"),
@@ -78,6 +80,28 @@ def test_ranks_start_again_with_the_stored_program(
             assert llm.compile_report.stored is is_stored
             served.append(tokens(llm.generate(prompts(), GREEDY)))
     assert served[0] == served[1]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "count": {"enum": [1, 20]}},
+    "required": ["name", "count"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_two_ranks_follow_a_schema(ahead: bool) -> None:
+    asked = SamplingParams(max_tokens=60, temperature=0, structured_outputs={"json": SCHEMA})
+    found = []
+    for ranks in (2, 1):
+        sizes = {**SIZES, "num_blocks": 64, "dtype": "float32", "async_scheduling": ahead}
+        with pagoda.LLM(EXAMPLE, tensor_parallel_size=ranks, **sizes) as llm:
+            found.append([output.outputs[0].text for output in llm.generate(["def f", "class A"], asked)])
+    assert found[0] == found[1]
+    for text in found[0]:
+        made = json.loads(text)
+        assert set(made) == {"name", "count"} and made["count"] in (1, 20)
 
 
 FOLLOW = """
