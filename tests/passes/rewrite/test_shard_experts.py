@@ -85,6 +85,22 @@ def test_stored_experts_are_cut_at_their_groups(kind: str, name: str, tmp_path: 
     assert any(isinstance(part.whole, StoredWeight) and part.cut.further for part in parts)
 
 
+def test_stored_experts_in_an_order_of_their_own_stay_whole_and_are_named(tmp_path: Path) -> None:
+    """Fewer experts than ranks would be cut along their inputs, which GPTQ's act-order mixes."""
+    build_tiny_model("mixtral", num_local_experts=2).save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "gptq-4-order")
+    model: Any = load_model(tmp_path, "auto", False, torch.device("cpu"))
+    report = CompileReport("tiny")
+    options = CompileOptions(codegen="none", target="cpu", tensor_parallel_size=4, passes=WITHOUT)
+    rewrite(capture(model), options, References(reference_of_model(model)), report)
+    assert report.verdict is not None and report.verdict.ok
+    rejections = next(record for record in report.passes if record.name == SHARDING).rejections
+    assert {(each.module, each.reason) for each in rejections} == {
+        (f"model.layers.{layer}.mlp.experts", "its quantized inputs are in another order (act-order)")
+        for layer in range(2)
+    }
+
+
 def test_reports_say_what_each_rank_holds(captured: Callable[..., Made]) -> None:
     found, report = cut(captured("mixtral"), 4, 2)
     assert found.unsharded is not None

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 from npu_calls import illegal_calls
+from quantized_checkpoints import quantize_folder
+from transformers import PreTrainedModel
 
+from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.pipeline import References, rewrite
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify import lockstep
 from torch_pagoda.compiler.verify.self_check import Reference, reference_of_model
 from torch_pagoda.passes import TracedGraph, UnsupportedModel
+from torch_pagoda.passes.graph.cut import Cut
 from torch_pagoda.passes.graph.provenance import launches_work, operator_name
 from torch_pagoda.passes.lower.npu.decode_graph import decode_graph_or_reason
 from torch_pagoda.passes.lower.npu.experts import moe
-from torch_pagoda.passes.rewrite import shard_vocabulary
+from torch_pagoda.passes.rewrite import shard_layers, shard_vocabulary
 from torch_pagoda.reports.explain import cache_copies
 from torch_pagoda.runtime.npu_target import NpuTarget
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
 
 from legal_models import build_legal_model
 from shared_graphs import capture
@@ -35,16 +41,16 @@ REDUCE, GATHER = "_c10d_functional.all_reduce", "_c10d_functional.all_gather_int
 
 
 def lowered(
-    model_type: str,
+    model: str | PreTrainedModel,
     ranks: int,
     reference: Reference | None = None,
     target: NpuTarget = TARGET,
     **chosen: Any,
 ) -> TracedGraph:
-    captured = capture(build_legal_model(model_type))
+    captured = capture(build_legal_model(model) if isinstance(model, str) else model)
     captured.traced.npu = target
     options = CompileOptions(codegen="none", target="npu", tensor_parallel_size=ranks, **chosen)
-    report = CompileReport(model_type)
+    report = CompileReport("a model")
     traced = rewrite(captured, options, References(reference), report).traced
     assert (report.verdict is None) == (reference is None or ranks == 1)
     assert not report.dropped_passes
@@ -97,6 +103,32 @@ def test_a_reduction_is_one_launch_more(
         assert launches(decode)[REDUCE] == 4
         assert illegal_calls(decode, target) == []
         assert cache_copies(decode.graph) == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", ["ct-w8a8-dynamic", "ct-w8a8-static"])
+def test_stored_w8a8_is_exact(name: str, ranks: int, tmp_path: Path) -> None:
+    build_legal_model("llama").save_pretrained(tmp_path)
+    quantize_folder(tmp_path, name)
+    model: Any = load_model(tmp_path, "auto", False, torch.device("cpu"))
+    traced = lowered(model, ranks, reference_of_model(model))
+    found = launches(traced)
+    assert (found[REDUCE], found["npu.npu_quant_matmul"]) == (4, 8), (
+        "those of q, k and v, and of gate and up, are one"
+    )
+    assert illegal_calls(traced, TARGET) == []
+
+
+def test_scales_of_another_ranks_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = shard_layers.part_of
+
+    def of_the_next(tensor: torch.Tensor, held: Cut, rank: int) -> torch.Tensor:
+        part = hold(tensor, held, rank)
+        return part.replaced(scales=part.scales.roll(1, 0)) if isinstance(part, StoredWeight) else part
+
+    monkeypatch.setattr(shard_layers, "part_of", of_the_next)
+    with pytest.raises(UnsupportedModel, match="the ranks together are not exact"):
+        test_stored_w8a8_is_exact("ct-w8a8-dynamic", 2, tmp_path)
 
 
 def test_a_vocabulary_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
