@@ -51,12 +51,14 @@ class CompileOptions(Choices):
 
     Attributes:
         block_size: NPU only: tokens per block of the KV cache; a constant in the operators.
+        taps_hidden: the program also yields the hidden rows of all tokens, for a head that drafts.
 
     Raises:
         ValueError: an invalid value, or a conflict of options.
     """
 
     block_size: int = DEFAULT_BLOCK_SIZE
+    taps_hidden: bool = False
 
     def __post_init__(self) -> None:
         for option, allowed in _CHOICES.items():

@@ -116,6 +116,7 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
         options, dropped = _checked_without_rounding(captured, options, references, report)
     else:
         dropped = []
+    captured.traced.taps_hidden = options.taps_hidden
     captured.traced.cache_dtype = options.cache_dtype
     captured.traced.quantization = options.weight_quantization
     captured.traced.input_bits = options.input_bits

@@ -200,3 +200,15 @@ class Program(Protocol):
 
         They hold until the next call.
         """
+
+
+class TappedProgram(Program, Protocol):
+    """A program that leaves behind what its head read.
+
+    Attributes:
+        hidden: of the latest step, ``[T, hidden_size]`` of all its tokens; it holds until the next call.
+        hidden_form: ``(hidden_size, dtype)``.
+    """
+
+    hidden: torch.Tensor | None
+    hidden_form: tuple[int, torch.dtype] | None

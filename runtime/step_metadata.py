@@ -18,6 +18,9 @@ PADDED_FIELDS = ("padded_tokens", "row_of_token")
 TOKEN_FIELDS = ("token_state_read", "token_state_write", "token_ones", "token_places")
 """Fields ``[T]`` int32 for steps of one token per sequence."""
 
+PREVIOUS_HIDDEN = "previous_hidden"
+"""The field of heads that read a row of hidden size for each token."""
+
 
 @dataclass(frozen=True)
 class StepMetadata:
@@ -44,6 +47,8 @@ class StepMetadata:
         state_write: ``[S]`` int32. Slot that receives each sequence's state after its last token of the step; -1:
             none. It may be the one that is read; a slot that is only read keeps its content, so that several
             sequences can go on from it. No two sequences write the same slot.
+        previous_hidden: ``[1, T, hidden_size]``. The hidden row that a head reads with each token, that of the token
+            before it; None for all other programs.
     """
 
     slot_mapping: torch.Tensor
@@ -55,6 +60,7 @@ class StepMetadata:
     groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
     state_read: torch.Tensor | None = None
     state_write: torch.Tensor | None = None
+    previous_hidden: torch.Tensor | None = None
 
     def field(self, name: str) -> Any:
         """The value for a graph input of that name: an attribute, or ``slot_mapping_g`` or ``block_table_g`` of group

@@ -14,7 +14,7 @@ from .compiled_model import compiled_model
 from .compiler import CompileReport
 from .default_params import default_params
 from .device import free_memory, resolve_device
-from .draft_program import draft_program
+from .draft_program import draft_program, with_hidden_rows
 from .options import LLMOptions, signature_with_options, split_options
 from .runtime.engine.engine import Engine
 from .runtime.garbage_collection import collection_paused
@@ -78,8 +78,10 @@ class LLM(Engine):
         limit_threads()
         seconds = {"imports": import_seconds()}
         with timed(seconds), phase("load"):
+            config = serving.speculative_config
+            compiling = with_hidden_rows(config, model, compiling)
             compiled = compiled_model(model, tokenizer, loading, compiling, device, known_modules)
-            drafts = draft_program(serving.speculative_config, compiled, loading, compiling, device, known_modules)
+            drafts = draft_program(config, model, compiled, loading, compiling, device, known_modules)
         compiled.program.report.seconds = seconds
         self._weights, self._module = compiled.weights, compiled.guard
         self.program: Program = compiled.program

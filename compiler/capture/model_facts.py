@@ -13,6 +13,12 @@ def takes_positions(model: nn.Module) -> bool:
     return "position_ids" in inspect.signature(model.forward).parameters
 
 
+def takes_hidden(model: nn.Module) -> bool:
+    """True if the model's forward names ``previous_hidden``: a row for each token, as a head for further tokens reads
+    them (``torch_pagoda.checkpoint.mtp_head``)."""
+    return "previous_hidden" in inspect.signature(model.forward).parameters
+
+
 def max_positions(model: nn.Module) -> int | None:
     """The model's maximum number of positions, or None when its config does not say."""
     for config in configs(model):

@@ -17,11 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ...passes.graph.fx_nodes import callee, shape, value
 from ...passes.graph.traced import TracedGraph, UnsupportedModel
 from ...runtime.phases import phase
+from ...runtime.step_metadata import PREVIOUS_HIDDEN
 from ..report import first_line
 from .dynamic_rope import plain_rope, rope_types
 from .exchanged_functions import keep_exchanged, trace_exchanged
 from .kernel_functions import operators_in_place_of_kernels
-from .model_facts import configs, max_positions, takes_positions
+from .model_facts import configs, max_positions, takes_hidden, takes_positions
 from .plain_buffers import plain_buffers
 from .recurrent_modules import operators_in_place_of_loops
 from .stored_parameters import placeholders_for_stored
@@ -56,7 +57,8 @@ class _Stop(Exception):
 
 @phase("capture")
 def capture(model: nn.Module) -> Captured:
-    """Trace ``model(input_ids[1, T], position_ids[1, T], use_cache=False).logits`` with T dynamic.
+    """Trace ``model(input_ids[1, T], position_ids[1, T], use_cache=False).logits`` with T dynamic; of a model that
+    takes hidden rows (``takes_hidden``), with ``previous_hidden[1, T, hidden_size]``.
 
     T stands above every window of the model while tracing, so that no branch for short inputs is taken; the graph
     is then driven directly and never meets Dynamo's guards.
@@ -81,6 +83,9 @@ def capture(model: nn.Module) -> Captured:
     input_ids, positions = first_tokens(tokens, device)
     torch._dynamo.mark_dynamic(input_ids, 1)
     torch._dynamo.mark_dynamic(positions, 1)
+    rows = _first_rows(model, tokens, device)
+    if rows is not None:
+        torch._dynamo.mark_dynamic(rows, 1)
     step = _step_function(model, has_positions)
     trace_exchanged()
     try:
@@ -93,7 +98,7 @@ def capture(model: nn.Module) -> Captured:
             torch.no_grad(),
             placeholders_for_stored(model) as standing,
         ):
-            torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(input_ids, positions)
+            torch.compile(step, backend=backend, fullgraph=True, dynamic=True)(input_ids, positions, rows)
     except _Stop:
         pass
     except UnsupportedModel:
@@ -105,8 +110,12 @@ def capture(model: nn.Module) -> Captured:
     if "gm" not in caught:
         raise UnsupportedModel(f"{type(model).__name__} has no operators to trace")
     inputs = [standing.get(id(given), given) for given in caught["inputs"]]
-    traced = _traced_graph(model, caught["gm"], inputs, input_ids, positions)
-    _check_guards(model, traced, tokens, lambda length: step(*first_tokens(length, device)))
+    traced = _traced_graph(model, caught["gm"], inputs, input_ids, positions, rows)
+
+    def run(length: int) -> None:
+        step(*first_tokens(length, device), _first_rows(model, length, device))
+
+    _check_guards(model, traced, tokens, run)
     # Dynamo hands backends a context with a fresh fake mode; the recorded values belong to the one it traced with.
     caught["context"].fake_mode = traced.fake_mode
     return Captured(traced, caught["context"])
@@ -138,9 +147,12 @@ def trace_length(model: nn.Module) -> int:
 
 
 def _step_function(model: nn.Module, has_positions: bool) -> Callable[..., torch.Tensor]:
-    def step(input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def step(input_ids: torch.Tensor, position_ids: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
         torch._check(input_ids.shape[1] == position_ids.shape[1])  # one symbol for both
-        if has_positions:
+        if rows is not None:
+            torch._check(input_ids.shape[1] == rows.shape[1])
+            output = model(input_ids=input_ids, position_ids=position_ids, previous_hidden=rows)
+        elif has_positions:
             output = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, return_dict=True)
         else:
             output = model(input_ids=input_ids, use_cache=False, return_dict=True)
@@ -152,7 +164,12 @@ def _step_function(model: nn.Module, has_positions: bool) -> Callable[..., torch
 
 
 def _traced_graph(
-    model: nn.Module, gm: fx.GraphModule, inputs: list[Any], input_ids: torch.Tensor, positions: torch.Tensor
+    model: nn.Module,
+    gm: fx.GraphModule,
+    inputs: list[Any],
+    input_ids: torch.Tensor,
+    positions: torch.Tensor,
+    rows: torch.Tensor | None,
 ) -> TracedGraph:
     fake_mode = next(value(n).fake_mode for n in gm.graph.nodes if isinstance(value(n), FakeTensor))
     traced = TracedGraph(gm, fake_mode, {}, max_positions=max_positions(model))
@@ -161,6 +178,8 @@ def _traced_graph(
             traced.input_ids = node.name
         elif given is positions:
             traced.position_ids = node.name
+        elif given is rows and rows is not None:
+            traced.take_step_input(node, PREVIOUS_HIDDEN)
         elif isinstance(given, torch.Tensor):
             traced.constants[node.name] = given
     if not traced.input_ids:
@@ -180,6 +199,15 @@ def first_tokens(length: int, device: torch.device) -> tuple[torch.Tensor, torch
     """Ids and positions ``[1, length]`` of a sequence."""
     ids = torch.ones(1, length, dtype=torch.int64, device=device)
     return ids, torch.arange(length, device=device)[None]
+
+
+def _first_rows(model: nn.Module, length: int, device: torch.device) -> torch.Tensor | None:
+    """Hidden rows ``[1, length, hidden_size]`` of a sequence; None for a model that takes none."""
+    if not takes_hidden(model):
+        return None
+    (config, *_) = configs(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    return torch.ones(1, length, config.hidden_size, dtype=dtype, device=device)
 
 
 def _check_guards(model: nn.Module, traced: TracedGraph, tokens: int, run: Callable[[int], object]) -> None:

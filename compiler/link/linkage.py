@@ -42,6 +42,7 @@ class Linkage:
         cuts: of the inputs that receive a rank's part of a tensor, each dim that is cut and the runs of indices that
             each rank holds (``Cut.runs``).
         boundaries: where the stages of a pipeline begin, but for the first, in the graph of all of them.
+        hidden: size and dtype of the hidden rows that the graph yields behind the logits; None: it yields none.
         held: of ``caches``, the indices of those that this process holds; None: all. This and the next two are of the
             graph of one stage (``link.stages``).
         received: what it receives of the stage before; the last of ``inputs``.
@@ -67,6 +68,7 @@ class Linkage:
     ranks: int = 1
     cuts: Mapping[str, tuple[tuple[int, Runs], ...]] = field(default_factory=dict)
     boundaries: tuple[Boundary, ...] = ()
+    hidden: tuple[int, torch.dtype] | None = None
     held: frozenset[int] | None = None
     received: tuple[StageValue, ...] = ()
     sent: tuple[StageValue, ...] = ()
@@ -111,4 +113,5 @@ class Linkage:
             ranks=traced.ranks,
             cuts={name: tuple((c.dim, c.runs) for c in part.cut.each()) for name, part in traced.notes.parts.items()},
             boundaries=traced.notes.boundaries,
+            hidden=(int(shape(logits[1])[-1]), value(logits[1]).dtype) if len(logits) > 1 else None,
         )

@@ -91,6 +91,7 @@ class LinkedProgram:
         tolerance: by how much steps that run as whole graphs may differ from their operators called one by one; None:
             what holds for the dtype of the logits.
         group: the ranks that run the program together; None where this process does alone.
+        hidden, hidden_form: see ``runtime.program.TappedProgram``; None without ``CompileOptions.taps_hidden``.
     """
 
     def __init__(
@@ -126,6 +127,8 @@ class LinkedProgram:
         self._in_chunks = any(name.startswith(CHUNK_TABLES) for name in linkage.step_inputs)
         self._writes_all_states = self.block_size is not None and has_state(self.caches)
         self._gathers = "logits_rows" in linkage.step_inputs
+        self.hidden: torch.Tensor | None = None
+        self.hidden_form = linkage.hidden
         self._bound = not self.caches
         self._recorded = self._records(run, linkage)
         self._read = [self._at[name] for name in linkage.inputs if name in linkage.read]
@@ -321,6 +324,35 @@ class LinkedProgram:
         if self._recorded is not None:
             self._recorded.clear()
 
+    def share_inputs(self, other: LinkedProgram, names: Mapping[str, str]) -> list[str]:
+        """Take tensors that another program has already, packed as they are there.
+
+        Args:
+            other: its weights are packed.
+            names: own input → the input of ``other`` that receives the same tensor of the model.
+
+        Returns:
+            The inputs that are shared: the others are read otherwise there.
+        """
+        theirs = {(packed.sources, packed.quantization): packed.name for packed in other.linkage.packed}
+        shared = []
+        for packed in list(self._packable):
+            sources = tuple(names.get(source, "") for source in packed.sources)
+            name = theirs.get((sources, packed.quantization))
+            if name is not None:
+                self._args[self._at[packed.name]] = other._args[other._at[name]]
+                self._packable.remove(packed)
+                shared.append(packed.name)
+        for own, name in names.items():
+            if self._at.get(own) in self._read and own not in shared and name in other.linkage.read:
+                self._args[self._at[own]] = other._args[other._at[name]]
+                shared.append(own)
+            elif own in self._at and self._at[own] not in self._read:
+                self._args[self._at[own]] = torch.empty(0)
+        if self._recorded is not None:
+            self._recorded.clear()
+        return shared
+
     @property
     def has_stored_weights(self) -> bool:
         """Some weights are still as a quantized checkpoint stores them, which no kernel reads."""
@@ -366,6 +398,7 @@ class LinkedProgram:
             self._stages.pass_on(outputs)
             return outputs[0]  # type: ignore[no-any-return]
         logits = self.logits(outputs, step)
+        self.hidden = None if self.hidden_form is None else outputs[1][0]
         return logits if self._route is None else logits[:asked]
 
     @property

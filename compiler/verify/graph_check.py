@@ -21,6 +21,7 @@ from ...passes.graph.fx_nodes import value
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.phases import phase
+from ...runtime.step_metadata import PREVIOUS_HIDDEN
 from ..capture.trace import Captured
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram
@@ -195,7 +196,9 @@ def _compare(
     run = Float32Graph(original.module, _kept(constants))
     yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
     logits = [outputs[0][0].float() for outputs in yielded]
-    reference = Reference(tokens, logits, torch.float32, schedule=schedule, tolerance=TOLERANCE)
+    rows = original.placeholder(PREVIOUS_HIDDEN) if PREVIOUS_HIDDEN in original.step_inputs else None
+    width = 0 if rows is None else int(value(rows).shape[-1])
+    reference = Reference(tokens, logits, torch.float32, schedule, TOLERANCE, hidden_size=width)
     return judge(_compared_steps(rewritten, own, reference, alone), reference)
 
 

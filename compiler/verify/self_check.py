@@ -17,8 +17,8 @@ from ...runtime.cache.kv_cache import allocate_kv_cache
 from ...runtime.npu_errors.device_lost import raise_if_lost
 from ...runtime.phases import phase
 from ...runtime.program import CacheSpec, Program, StateSpec
-from ...runtime.step_metadata import StepMetadata
-from ..capture.model_facts import max_positions, takes_positions
+from ...runtime.step_metadata import PREVIOUS_HIDDEN, StepMetadata
+from ..capture.model_facts import configs, max_positions, takes_hidden, takes_positions
 from ..capture.state_layers import has_recurrences
 from ..report import Verdict, first_line
 from ..tolerance import TOLERANCE, judged_share, row_errors, typical
@@ -31,6 +31,9 @@ WEIGHT_TOLERANCE = {8: 1.0, 4: 3.9}
 """Likewise of programs with weights of so many bits, each of which ``rounded_weights`` compares by itself. Rounding
 random weights moves the median row by up to 0.45 at 8 bits and 2.9 at 4; logits that have nothing to do with the
 model's differ by 4.1 and more."""
+
+
+_KINDS_OF_ROWS = 997
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ class Reference:
         schedule: how the sequences are run.
         tolerance: largest error of a logit that is right, in standard deviations of its row.
         share: of the rows, how many have to be right.
+        hidden_size: of the hidden rows that the model takes with its tokens (``hidden_rows``); 0: it takes none.
     """
 
     tokens: list[torch.Tensor]
@@ -81,6 +85,7 @@ class Reference:
     schedule: Schedule
     tolerance: float
     share: float = 1.0
+    hidden_size: int = 0
 
     def beginning(self, schedule: Schedule) -> Reference:
         """The first tokens of the first sequences, as many as ``schedule`` says: no others change their logits."""
@@ -121,9 +126,14 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
     tokens = [torch.randint(0, table.shape[0], (n,), generator=generator) for n in schedule.lengths]
     logits = []
     names_positions = takes_positions(model)
+    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+    hidden_size = configs(model)[0].hidden_size if takes_hidden(model) else 0
     for sequence in tokens:
         ids = sequence[None].to(device)
         extra = {"position_ids": torch.arange(len(sequence), device=device)[None]} if names_positions else {}
+        if hidden_size:
+            rows = hidden_rows(sequence, torch.arange(len(sequence)), hidden_size)
+            extra[PREVIOUS_HIDDEN] = rows.to(device, dtype)
         try:
             with torch.no_grad():
                 output = model(input_ids=ids, use_cache=False, return_dict=True, **extra)
@@ -134,8 +144,14 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
         logits.append(output.logits[0].float().cpu())
     if not all(bool(rows.isfinite().all()) for rows in logits):
         raise NotFinite(_not_finite(model))
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3), judged_share(dtype))
+    return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3), judged_share(dtype), hidden_size)
+
+
+def hidden_rows(tokens: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
+    """Make hidden rows ``[1, T, size]``, float32, for a model that takes them: any numbers that follow from a token
+    and its position, so that they are the same however a sequence is cut."""
+    table = torch.randn(_KINDS_OF_ROWS, size, generator=torch.Generator().manual_seed(1))
+    return table[(31 * tokens + 7 * positions) % _KINDS_OF_ROWS][None]
 
 
 def _not_finite(model: nn.Module) -> str:
@@ -172,6 +188,10 @@ def arguments_alone(traced: TracedGraph, constants: Mapping[str, Any], tokens: t
     device = value(traced.placeholder(traced.input_ids)).device
     positions = torch.arange(len(tokens), device=device)[None]
     given = {**constants, traced.input_ids: tokens[None].to(device), traced.position_ids: positions}
+    if PREVIOUS_HIDDEN in traced.step_inputs:
+        example = value(traced.placeholder(PREVIOUS_HIDDEN))
+        rows = hidden_rows(tokens, torch.arange(len(tokens)), int(example.shape[-1]))
+        given[PREVIOUS_HIDDEN] = rows.to(device, example.dtype)
     return [given.get(node.name, len(tokens)) for node in traced.placeholders]
 
 
@@ -325,6 +345,9 @@ class _PagedState:
         def tensor(a: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(a)).to(dtype)
 
+        position_ids = tensor(np.concatenate(positions), torch.int64)[None]
+        width = self.reference.hidden_size
+        rows = hidden_rows(torch.cat(ids), position_ids[0], width) if width else None
         metadata = StepMetadata(
             slot_mapping=tensor(np.concatenate(slots), torch.int64),
             block_table=tensor(self.table[[s for s, _ in step]], torch.int32),
@@ -334,8 +357,8 @@ class _PagedState:
             token_lengths=tensor(np.concatenate(lengths), torch.int64),
             state_read=tensor(np.array(reads), torch.int32) if self.states else None,
             state_write=tensor(np.array(writes), torch.int32) if self.states else None,
+            previous_hidden=None if rows is None else rows.to(self.program.device, self.reference.dtype),
         )
-        position_ids = tensor(np.concatenate(positions), torch.int64)[None]
         return PlannedStep(group, torch.cat(ids)[None], position_ids, metadata, torch.cat(expected))
 
     def _state_slots(self, step: _Step) -> tuple[list[int], list[int]]:

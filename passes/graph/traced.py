@@ -47,6 +47,7 @@ class TracedGraph:
         caches: per cache pair or state inserted so far, what it stores.
         step_inputs: names of the step-metadata placeholders that were inserted.
         max_positions: positions that the model supports, or None.
+        taps_hidden: the graph also yields what the head reads, ``[1, T, hidden_size]``; see ``gather_logits``.
         paged: the graph is a flat ``[1, T]`` step over paged caches (else: the user's own call).
         npu: the Ascend chip that it is lowered for; None for a CPU.
         cache_dtype: that the paged caches are to have; None for the one that keys and values are computed in.
@@ -66,6 +67,7 @@ class TracedGraph:
     caches: list[CacheSpec | StateSpec] = field(default_factory=list)
     step_inputs: list[str] = field(default_factory=list)
     max_positions: int | None = None
+    taps_hidden: bool = False
     paged: bool = True
     npu: NpuTarget | None = None
     cache_dtype: torch.dtype | None = None
@@ -102,7 +104,8 @@ class TracedGraph:
 
     @property
     def output(self) -> fx.Node:
-        """The node that returns the results: ``output.args[0]`` is the tuple of them, in a flat step the logits."""
+        """The node that returns the results: ``output.args[0]`` is the tuple of them, in a flat step the logits, and
+        the hidden rows if it ``taps_hidden``."""
         return next(n for n in reversed(self.graph.nodes) if n.op == "output")
 
     def copy(self) -> TracedGraph:
@@ -274,6 +277,13 @@ class TracedGraph:
                 return self._new_step_input(name, field, torch.empty(tokens, *sizes, dtype=dtype, device=device))
         example, dynamic = examples[field]
         return self._new_step_input(name, field, self._fake(name, example, dynamic))
+
+    def take_step_input(self, node: fx.Node, field: str) -> None:
+        """Let a graph input that the model has receive a field of ``StepMetadata``."""
+        node._rename(field)
+        node.target = field
+        node.meta["step_field"] = field
+        self.step_inputs.append(field)
 
     def _new_step_input(self, name: str, field: str, example: Any) -> fx.Node:
         self.step_inputs.append(name)

@@ -7,6 +7,7 @@ from enum import IntEnum
 import torch
 from torch import fx
 
+from ...runtime.step_metadata import PREVIOUS_HIDDEN
 from ..graph.evaluate import is_size
 from ..graph.fx_nodes import METADATA_CALLS, callee, mutated_arguments, step_field, storage_key, value
 from ..graph.traced import TracedGraph
@@ -39,7 +40,7 @@ def dependences(traced: TracedGraph) -> dict[fx.Node, Depends]:
 
 def _of(traced: TracedGraph, node: fx.Node, found: dict[fx.Node, Depends], written: dict[int, Depends]) -> Depends:
     if node.op == "placeholder":
-        if node.name == traced.input_ids:
+        if node.name == traced.input_ids or step_field(node) == PREVIOUS_HIDDEN:
             return Depends.TOKENS
         if node.name == traced.position_ids or step_field(node) in _PER_TOKEN_FIELDS:
             return Depends.POSITION

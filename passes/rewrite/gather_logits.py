@@ -4,6 +4,7 @@ Matches:
     output(f(linear(h, W)))      # f: softcap, scaling, casts; h: [1, T, hidden]
 Becomes:
     output(f(linear(h[:, logits_rows], W)))
+    output(f(linear(h[:, logits_rows], W)), h)     # where the hidden rows are asked for
 Why it is faster:
     the head is the largest matrix of many models; a prefill step of 512 tokens needs it for one row, not 512.
 
@@ -36,6 +37,11 @@ def gather_logits(traced: TracedGraph) -> PassRecord:
         raise UnsupportedModel("the number of tokens became fixed while tracing")
     chain = _down_to_head(logits)
     rows = traced.step_input("logits_rows")
+    if chain is None and traced.taps_hidden:
+        raise UnsupportedModel(
+            "speculative_config: method 'mtp' needs the hidden rows that the head reads, and no linear head stands "
+            "above the logits; use method 'suffix'"
+        )
     if chain is None:
         record.rejections.append(Rejection(logits.name, "no linear head above the logits; gathered at the end"))
         with traced.graph.inserting_before(traced.output):
@@ -48,6 +54,8 @@ def gather_logits(traced: TracedGraph) -> PassRecord:
     with traced.before(head):
         gathered = traced.call(torch.index_select, hidden, _token_dim(hidden), rows)
     head.replace_input_with(hidden, gathered)
+    if traced.taps_hidden:
+        traced.output.args = ((logits, hidden),)
     for node in reversed(chain):
         traced.propagate(node)
     record.matches = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..speculation.draft_model import DraftModel
 from ..speculation.drafter import Drafter
 from ..speculation.drafting import Drafting
 from ..speculation.forced_tokens import ForcedTokens
+from ..speculation.mtp import MtpDrafter, MtpProgram
 from ..speculation.suffix_tree import SuffixDrafter
 from ..step_metadata import StepMetadata
 from .beam_submission import BeamSubmission
@@ -52,7 +53,7 @@ def make_drafting(
         options: of the engine.
         forces_tokens: requests may have grammars.
         runs_ahead: see ``Drafting``.
-        draft_program: of the draft model, if the options ask for one.
+        draft_program: of the draft model, if the options ask for one; a head is part of the program of ``state``.
         free_memory: see ``EngineBase``; what the draft model may take of it.
 
     Raises:
@@ -61,7 +62,9 @@ def make_drafting(
     drafters: list[Drafter] = [ForcedTokens()] if forces_tokens and options.draft_forced_tokens else []
     if options.speculative_config is not None:
         config = read_speculative_config(options.speculative_config)
-        if config.method != DraftModel.name:
+        if isinstance(state.runner.program, MtpProgram):
+            drafters.append(_head(state, options, state.runner.program, config.num_speculative_tokens))
+        elif config.method not in (DraftModel.name, MtpDrafter.name):
             drafters.append(SuffixDrafter(config))
         elif draft_program is None:
             raise ValueError("speculative_config: an Engine needs draft_program=, or use LLM, which makes it")
@@ -163,7 +166,24 @@ def _draft_model(
     return drafter
 
 
-def measure_steps(program: Program, seconds: StepSeconds, most: int, block_size: int) -> None:
+def _head(state: EngineState, options: EngineOptions, program: MtpProgram, most: int) -> MtpDrafter:
+    """A drafter that runs the head over the model's blocks."""
+    batcher = state.batcher
+    blocks = batcher.block_manager
+    drafter = MtpDrafter(program, blocks, most=most, max_num_batched_tokens=options.max_num_batched_tokens)
+    room = min(pool.num_blocks for pool in blocks.token_pools) * blocks.block_size
+    rows = min(2 * options.max_num_seqs, batcher.max_model_len, room)
+    measure_steps(program, drafter.seconds, rows, blocks.block_size, program.draft)
+    return drafter
+
+
+def measure_steps(
+    program: Program,
+    seconds: StepSeconds,
+    most: int,
+    block_size: int,
+    call: Callable[..., torch.Tensor] | None = None,
+) -> None:
     """Run steps of few sizes on blocks that nobody has yet, and record their durations.
 
     Args:
@@ -171,6 +191,7 @@ def measure_steps(program: Program, seconds: StepSeconds, most: int, block_size:
         seconds: gets the durations.
         most: rows of a step.
         block_size: tokens per block.
+        call: is called in place of the program.
     """
     began = time.perf_counter()
     for rows in [rows for rows in _MEASURED if rows <= most]:
@@ -179,7 +200,7 @@ def measure_steps(program: Program, seconds: StepSeconds, most: int, block_size:
         for _ in range(_RUNS):
             started = time.perf_counter()
             with torch.inference_mode(), without_autocast("cpu"):
-                program(*packed)
+                (program if call is None else call)(*packed)
             durations.append(time.perf_counter() - started)
         seconds.measure(rows, min(durations), is_settled=True)
         if time.perf_counter() - began > _MOST_SECONDS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 from ..batching import Batcher, Batches, PreemptionCost, make_policy
@@ -17,13 +17,14 @@ from ..cache.kv_cache import allocate_kv_cache
 from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
-from ..program import Program
+from ..program import Program, TappedProgram
 from ..requests.detokenizer import Tokenizer
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
 from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
-from ..speculation.config import planned_drafts
+from ..speculation.config import drafts_with_head, planned_drafts
+from ..speculation.mtp import MtpProgram
 from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches, warm_up
 from .core import EngineCore, Result
 from .draft_setup import make_drafting, share_of_memory
@@ -47,7 +48,7 @@ class EngineBase:
             ``default_num_blocks``.
         batches: to form batches that run to their end, for comparison; None: continuous batching.
         before_step: called where a step is about to be planned.
-        draft_program: the compiled draft model that ``speculative_config`` asks for; on the same device.
+        draft_program: the compiled draft model, or head, that ``speculative_config`` asks for; on the same device.
         sizes: of the KV cache and of steps, and how to schedule: the fields of ``EngineOptions``.
 
     Raises:
@@ -76,7 +77,9 @@ class EngineBase:
             raise ValueError(f"max_model_len={options.max_model_len} exceeds the model's {longest}; lower it")
         block_size = options.block_size or program.block_size or DEFAULT_BLOCK_SIZE
         draft_memory = None
-        if draft_program is not None:
+        if draft_program is not None and drafts_with_head(options.speculative_config):
+            program = MtpProgram(cast(TappedProgram, program), cast(TappedProgram, draft_program))
+        elif draft_program is not None:
             share = share_of_memory(program, draft_program)
             if options.cache_bytes is not None:
                 options = replace(options, kv_cache_memory=int(share * options.cache_bytes))

@@ -12,8 +12,9 @@ from ..shown import shown
 LENGTHS = (0, 1, 3, 7)
 """Drafts of a request in one step: few sizes, so that recorded steps and captured graphs repeat."""
 
-METHODS = ("suffix", "ngram", "draft_model")
-_KEYS = {
+METHODS = ("suffix", "ngram", "draft_model", "mtp")
+_KEYS: dict[str, tuple[str, ...]] = {
+    "mtp": (),
     "draft_model": ("model",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
@@ -26,10 +27,10 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Settings of a drafter: one that looks its drafts up in earlier tokens, or a model.
+    """Settings of a drafter: one that looks its drafts up in earlier tokens, a model, or a head of the model.
 
     Attributes:
-        method: ``"suffix"``, ``"ngram"`` or ``"draft_model"``.
+        method: ``"suffix"``, ``"ngram"``, ``"draft_model"`` or ``"mtp"``.
         num_speculative_tokens: most drafts of a request in one step; text that a grammar forces is not counted.
         model: checkpoint folder or hub id of the draft model.
         least_match: tokens at the end of a sequence that must occur earlier.
@@ -57,6 +58,15 @@ def planned_drafts(given: Mapping[str, Any] | None) -> int:
     return next((length for length in LENGTHS if length >= most), LENGTHS[-1])
 
 
+def drafts_with_head(given: Mapping[str, Any] | None) -> bool:
+    """Return True if ``speculative_config`` asks for a head of the model.
+
+    Raises:
+        ValueError: see ``read_speculative_config``.
+    """
+    return given is not None and read_speculative_config(given).method == "mtp"
+
+
 def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     """Return the settings that ``speculative_config`` stands for.
 
@@ -66,9 +76,7 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
     if not isinstance(given, Mapping):
         raise ValueError(f'speculative_config={shown(given)} is not a dictionary; use {{"method": "suffix"}}')
     method = given.get("method")
-    remedy = "use 'suffix', 'ngram' or 'draft_model'"
-    if method == "mtp":
-        raise ValueError(f"speculative_config: method 'mtp' is not supported yet; {remedy}")
+    remedy = "use 'suffix', 'ngram', 'draft_model' or 'mtp'"
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(f"speculative_config: method {shown(method)} is not known; {remedy}")
     known = ("method", "num_speculative_tokens", *_KEYS[method])
@@ -76,6 +84,8 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         if key not in known:
             raise ValueError(f"speculative_config: key {shown(key)} is not one of {method!r}; use {', '.join(known)}")
     most = _whole(given, "num_speculative_tokens", LENGTHS[-1])
+    if method == "mtp":
+        return SpeculativeConfig(method, most)
     if method == "draft_model":
         model = given.get("model")
         if not isinstance(model, str | os.PathLike) or not os.fspath(model):

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from ..autocast import without_autocast
@@ -15,10 +13,8 @@ from ..cache.cache_specs import has_state
 from ..cache.kv_cache import allocate_kv_cache
 from ..program import Program
 from ..requests.request import Request
-from ..step_metadata import StepMetadata
 from .draft_lengths import StepSeconds
-
-_Ids = npt.NDArray[np.int64]
+from .greedy_chains import GreedyChains, Share
 
 
 @dataclass(slots=True)
@@ -34,16 +30,6 @@ class _Sequence:
     count: int = 0
     fed: list[int] = field(default_factory=list)
     table: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """Tokens of a request that a step of the draft model computes: those from ``start`` to ``end``."""
-
-    request: Request
-    sequence: _Sequence
-    start: int
-    end: int
 
 
 class DraftModel:
@@ -73,6 +59,7 @@ class DraftModel:
 
     name = "draft_model"
     expected = 0.7
+    holds_blocks = False
 
     def __init__(
         self,
@@ -95,7 +82,7 @@ class DraftModel:
         self.most = most
         self.seconds = StepSeconds()
         self.blocks = BlockManager([BlockGroup(num_blocks)], block_size)
-        self._vocab_size = vocab_size
+        self._chains = GreedyChains(program, block_size, program.vocab_size, vocab_size)
         self._longest = min(max_model_len, program.max_model_len or max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._sequences: dict[Request, _Sequence] = {}
@@ -118,9 +105,10 @@ class DraftModel:
         if not shares:
             return
         with torch.inference_mode(), without_autocast(self.program.device.type):
-            drafts = self._chains(shares, most)
+            drafts = self._chains.drafts(shares, most)
         for share, own in zip(shares, drafts, strict=True):
-            share.sequence.count, share.sequence.fed = share.end, own[:-1]
+            sequence = self._sequences[share.request]
+            sequence.count, sequence.fed = share.end, own[:-1]
             if own:
                 self._drafts[share.request] = own
 
@@ -145,7 +133,7 @@ class DraftModel:
         if self._sequences.pop(request, None) is not None and request.request_id in self.blocks:
             self.blocks.free(request.request_id)
 
-    def _shares(self, requests: Sequence[Request], most: int) -> list[_Share]:
+    def _shares(self, requests: Sequence[Request], most: int) -> list[Share]:
         """What the first step computes: all that is missing, those with little first, as far as it may."""
         starts = {request: self._num_known(request) for request in requests if request not in self._refused}
         left = self._max_num_batched_tokens
@@ -157,7 +145,7 @@ class DraftModel:
             if start < end and held <= self._longest and self._hold(request, held, start, starts):
                 own = self._sequences[request]
                 own.count, own.fed = start, []  # what is behind is written over now
-                shares.append(_Share(request, own, start, end))
+                shares.append(Share(request, own.table, start, end))
                 left -= end - start
         return shares
 
@@ -190,47 +178,3 @@ class DraftModel:
         self._release(request)
         self._refused.add(request)
         return False
-
-    def _chains(self, shares: Sequence[_Share], most: int) -> list[list[int]]:
-        """Run the step of the shares, and ``most`` - 1 further ones of those that are complete; returns the drafts
-        of each."""
-        tables = np.zeros((len(shares), max([len(share.sequence.table) for share in shares])), np.int32)
-        for row, share in enumerate(shares):
-            tables[row, : len(share.sequence.table)] = share.sequence.table
-        starts = np.array([share.start for share in shares])
-        ends = np.array([share.end for share in shares])
-        prompts = np.array([share.request.num_prompt_tokens for share in shares])
-        ids = np.concatenate([np.asarray(share.request.tokens(share.start, share.end)) for share in shares])
-        newest = self._step(ids, starts, ends - starts, tables, prompts)
-        drafts: list[list[int]] = [[] for _ in shares]
-        complete = np.array([row for row, share in enumerate(shares) if share.end == share.request.num_tokens])
-        if not len(complete):
-            return drafts
-        newest, ends, tables, prompts = newest[complete], ends[complete], tables[complete], prompts[complete]
-        found = [newest]
-        for place in range(most - 1):
-            newest = self._step(newest, ends + place, np.ones_like(ends), tables, prompts)
-            found.append(newest)
-        for row, own in zip(complete.tolist(), np.stack(found, axis=1).tolist(), strict=True):
-            drafts[row] = own
-        return drafts
-
-    def _step(self, ids: _Ids, starts: _Ids, counts: _Ids, tables: npt.NDArray[np.int32], prompts: _Ids) -> _Ids:
-        """Compute so many tokens of each sequence; returns the likeliest token behind the last of each."""
-        size = self.blocks.block_size
-        lens, ends = starts + counts, np.cumsum(counts)
-        rows = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(rows)) + np.repeat(lens - ends, counts)
-        block_of, offset = np.divmod(positions, size)
-        metadata = StepMetadata(
-            slot_mapping=torch.from_numpy(tables[rows, block_of] * np.int64(size) + offset),
-            block_table=torch.from_numpy(tables[:, : -(-int(lens.max()) // size)].copy()),
-            query_start_loc=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
-            seq_lens=torch.from_numpy(lens.astype(np.int32)),
-            logits_rows=torch.from_numpy(ends - 1),
-            token_lengths=torch.from_numpy(np.maximum(prompts[rows], positions + 1)),
-        )
-        # Models of one tokenizer may have other numbers of unused ids behind its own.
-        known = torch.from_numpy(np.minimum(ids, self.program.vocab_size - 1).astype(np.int64))
-        logits = self.program(known[None], torch.from_numpy(positions[None]), metadata)
-        return logits[:, : self._vocab_size].argmax(-1).cpu().numpy()  # type: ignore[no-any-return]

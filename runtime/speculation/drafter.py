@@ -41,9 +41,11 @@ class BatchDrafter(Drafter, Protocol):
 
     Attributes:
         most: most drafts of a request.
+        holds_blocks: drafts are computed in the blocks of the request's step, which have to be there before.
     """
 
     most: int
+    holds_blocks: bool
 
     def propose_all(self, requests: Sequence[Request], most: int) -> None:
         """Compute up to ``most`` drafts for each request. Called while a step is planned, when the tokens of all

@@ -130,7 +130,7 @@ class Drafting:
         awake = self._lookups - self.lengths.resting()
         if not awake and not any([item.request.grammar is not None for item in items]):
             return
-        candidates, others = self._candidates(items, plan.budget)
+        candidates, others = self._candidates(plan, items)
         if not candidates:
             if self.runs_ahead:
                 self.lengths.decline(awake)
@@ -168,22 +168,30 @@ class Drafting:
         if added is None:
             return False
         filled = rows - item.num_tokens - len(drafts)
-        slots = blocks.slots_of_step(name, item.start) if blocks.has_state else (-1, -1)
-        plan.replace(ScheduledRequest(request, rows, item.start, True, *slots, drafts, filled), added)
+        grown = item._replace(num_tokens=rows, drafts=drafts, num_filled=filled, **self._slots(item))
+        plan.replace(grown, added)
         self.figures.num_filled += filled
         return True
 
+    def _slots(self, item: ScheduledRequest) -> dict[str, int]:
+        """Slots of a share's state, which drafts may have changed."""
+        blocks = self.batcher.block_manager
+        if not blocks.has_state:
+            return {}
+        read, write = blocks.slots_of_step(item.request.request_id, item.start)
+        return {"state_read": read, "state_write": write}
+
     def _candidates(
-        self, items: Sequence[ScheduledRequest], budget: int
+        self, plan: Plan, items: Sequence[ScheduledRequest]
     ) -> tuple[list[Candidate], list[ScheduledRequest]]:
         """Those with drafts, and those that get a token without."""
         candidates, others = [], []
         fills = not self.batcher.block_manager.has_state
         rooms = [(item, self._room(item)) for item in items if item.is_last_chunk]
-        resting = self._compute(rooms, sum([item.num_tokens for item in items]), budget)
+        resting = self._compute(plan, rooms, sum([item.num_tokens for item in items]))
         for item, room in rooms:
             request = item.request
-            left = min(room - item.num_tokens, budget)
+            left = min(room - item.num_tokens, plan.budget)
             proposal = self.drafters.propose(request, left, resting) if left > 0 else None
             if proposal is not None and request.grammar is not None:
                 proposal = proposal.cut(request.grammar.num_allowed(proposal.ids, request.output_token_ids))
@@ -193,7 +201,7 @@ class Drafting:
                 candidates.append(Candidate(request, proposal, item.num_tokens, room, fills))
         return candidates, others
 
-    def _compute(self, rooms: Sequence[tuple[ScheduledRequest, int]], rows: int, budget: int) -> frozenset[str]:
+    def _compute(self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], rows: int) -> frozenset[str]:
         """Let drafters compute their drafts for shares with room; returns the drafters that are not to be asked."""
         resting, idle = self.lengths.resting(), set()
         requests = [item.request for item, room in rooms if room > item.num_tokens]
@@ -201,7 +209,7 @@ class Drafting:
             name, count = drafter.name, len(requests)
             if name in resting:
                 continue
-            most = min(drafter.most, budget // max(count, 1))
+            most = min(drafter.most, plan.budget // max(count, 1))
             length = 0
             if count and most:
                 seconds_of = partial(drafter.seconds_of, count)
@@ -210,11 +218,22 @@ class Drafting:
                 idle.add(name)
                 continue
             started = time.perf_counter()
+            if drafter.holds_blocks:
+                self._hold(plan, rooms, length)
             if not self.drafters.propose_all(drafter, requests, length):
                 self.lengths.decline([name])
                 idle.add(name)
             self._drafting_seconds += time.perf_counter() - started
         return resting | idle
+
+    def _hold(self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], length: int) -> None:
+        """Give sequences the blocks of ``length`` drafts, where there are free ones."""
+        for item, room in rooms:
+            end = item.start + min(room, item.num_tokens + length)
+            if room > item.num_tokens:
+                added = self.batcher.block_manager.draft_in_place(item.request.request_id, end, item.start)
+                if added is not None:
+                    plan.replace(item._replace(**self._slots(item)), added)
 
     def _room(self, item: ScheduledRequest) -> int:
         """Most rows of a request's share, its known tokens among them."""

@@ -117,8 +117,8 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     ("given", "message"),
     [
         ({}, "method None is not known"),
-        ({"method": "medusa"}, "method 'medusa' is not known; use 'suffix', 'ngram' or 'draft_model'"),
-        ({"method": "mtp", "num_speculative_tokens": 3}, "method 'mtp' is not supported yet"),
+        ({"method": "medusa"}, "method 'medusa' is not known; use 'suffix', 'ngram', 'draft_model' or 'mtp'"),
+        ({"method": "mtp", "model": "small"}, "key 'model' is not one of 'mtp'; use method, num_speculative_tokens"),
         ({"method": "draft_model"}, "model=None names no draft model; use a checkpoint folder or hub id"),
         ({"method": "draft_model", "model": 3}, "model=3 names no draft model"),
         ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "key 'prompt_lookup_max' is not one of"),

@@ -1,0 +1,185 @@
+"""Drafts with a head of the model itself (MTP): its program beside the model's, over the same blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ..autocast import without_autocast
+from ..blocks import BlockManager
+from ..cache.cache_specs import AnySpec, token_specs
+from ..program import CacheSpec, KVCache, TappedProgram
+from ..requests.request import Request
+from ..step_metadata import StepMetadata
+from .draft_lengths import StepSeconds
+from .greedy_chains import GreedyChains, Share
+
+
+class MtpProgram:
+    """A model and its head as one program: both store what they know of a token in the same blocks.
+
+    The head computes with a token the hidden row of the one before it, which a step of the model leaves in a cache of
+    its own: so whatever becomes of a block (a prefix hit, a swap, a fork), the rows come with it. Prompts run through
+    both; tokens that are decoded run through the head when it drafts.
+
+    Args:
+        model: its program.
+        head: that of its head.
+
+    Attributes:
+        group: the model's group of layers whose blocks the head uses.
+
+    Raises:
+        ValueError: the model has no layers whose blocks the head's could lie in.
+    """
+
+    def __init__(self, model: TappedProgram, head: TappedProgram) -> None:
+        self.model, self.head = model, head
+        own = token_specs(head.caches)
+        windows = {spec.sliding_window for spec in own}
+        groups = {spec.group for spec in token_specs(model.caches) if {spec.sliding_window} == windows}
+        if len(own) != len(head.caches) or not groups or model.hidden_form is None:
+            raise ValueError(
+                "speculative_config: method 'mtp': the head's attention is of another kind than the model's layers; "
+                "use method 'suffix' or 'draft_model'"
+            )
+        self.group = min(groups)
+        size, dtype = model.hidden_form
+        rows = CacheSpec(1, size, 0, dtype, sliding_window=own[0].sliding_window, group=self.group)
+        self.caches: list[AnySpec] = [*model.caches, rows, *(replace(spec, group=self.group) for spec in own)]
+        self.vocab_size = model.vocab_size
+        self.max_model_len = model.max_model_len
+        self.restart_length = model.restart_length
+        self.rope_switch = model.rope_switch
+        self.device = model.device
+        self.block_size = model.block_size
+
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+        """See ``Program``."""
+        return max([p.reserve(max_num_seqs, max_num_batched_tokens, max_model_len) for p in (self.model, self.head)])
+
+    def bind(self, kv_cache: KVCache) -> None:
+        """See ``Program``."""
+        count = len(self.model.caches)
+        self.model.bind(kv_cache[:count])
+        self.head.bind(kv_cache[count + 1 :])
+        (rows,) = kv_cache[count]
+        self._block_size = rows.shape[1]
+        self._rows = rows.squeeze(2).flatten(0, 1)
+
+    def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """See ``Program``. A step that computes tokens without asking for their logits runs the head, too."""
+        logits = self.model(input_ids, position_ids, step)
+        slots, _ = self._places(step)
+        assert self.model.hidden is not None
+        self._rows[slots] = self.model.hidden
+        if len(step.logits_rows) < len(slots):
+            self._run_head(input_ids, position_ids, replace(step, logits_rows=step.logits_rows[:1]))
+        return logits
+
+    def draft(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """Run the head on tokens that follow computed ones.
+
+        Arguments and logits are those of a ``Program``. The hidden rows of the asked tokens take the places of those
+        that the model has not computed yet, so that the head can go on from them.
+        """
+        logits = self._run_head(input_ids, position_ids, step)
+        slots, _ = self._places(step)
+        assert self.head.hidden is not None
+        self._rows[slots[step.logits_rows]] = self.head.hidden[step.logits_rows]
+        return logits
+
+    def _places(self, step: StepMetadata) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and block table of the head's group."""
+        return step.groups[self.group - 1] if self.group and step.groups else (step.slot_mapping, step.block_table)
+
+    def _run_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        slots, table = self._places(step)
+        positions = position_ids[0]
+        before = (positions - 1).clamp(min=0)
+        sequences = torch.repeat_interleave(torch.arange(len(table)), step.query_start_loc.diff())
+        blocks = table[sequences, before // self._block_size].long()
+        rows = self._rows[blocks * self._block_size + before % self._block_size]
+        own = replace(
+            step,
+            slot_mapping=slots,
+            block_table=table,
+            groups=(),
+            state_read=None,
+            state_write=None,
+            previous_hidden=rows.where(positions[:, None] > 0, 0)[None],
+        )
+        return self.head(input_ids, position_ids, own)
+
+
+class MtpDrafter:
+    """Proposes what the head of a model continues a request with.
+
+    Of tokens that were settled since its last drafts it computes the keys anew, from the model's own hidden rows; the
+    further drafts of a step follow from the head's.
+
+    Args:
+        program: the model with its head.
+        blocks: of the model's KV cache.
+        most: most drafts of a request.
+        max_num_batched_tokens: most tokens that one call computes.
+
+    Attributes:
+        seconds: what steps of the head take.
+    """
+
+    name = "mtp"
+    expected = 0.7
+    holds_blocks = True
+
+    def __init__(self, program: MtpProgram, blocks: BlockManager, *, most: int, max_num_batched_tokens: int) -> None:
+        self.program = program
+        self.most = most
+        self.seconds = StepSeconds()
+        self._blocks = blocks
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._chains = GreedyChains(program.draft, blocks.block_size, program.vocab_size, program.vocab_size)
+        self._counts: dict[Request, int] = {}  # leading tokens whose keys are the model's
+        self._drafts: dict[Request, list[int]] = {}
+
+    def seconds_of(self, count: int, length: int) -> float:
+        """Return about how long it takes to draft ``length`` tokens for ``count`` requests."""
+        if not length:
+            return 0.0
+        return self.seconds.of(2 * count) + (length - 1) * self.seconds.of(count)
+
+    def propose_all(self, requests: Sequence[Request], most: int) -> None:
+        """Compute up to ``most`` drafts for each of the requests, all in one batch."""
+        self._drafts = {}
+        shares, left = [], self._max_num_batched_tokens
+        for request in requests:
+            start, end = self._counts.get(request, request.num_prompt_tokens - 1), request.num_tokens
+            start = max(min(start, end - 1), end - left, 0)
+            if start < end:
+                table = self._blocks.table(request.request_id, self.program.group)
+                shares.append(Share(request, table, start, end))
+                left -= end - start
+        if not shares:
+            return
+        with torch.inference_mode(), without_autocast(self.program.device.type):
+            drafts = self._chains.drafts(shares, most)
+        for share, own in zip(shares, drafts, strict=True):
+            self._counts[share.request] = share.end
+            self._drafts[share.request] = own
+
+    def propose(self, request: Request, most: int) -> Sequence[int]:
+        """Return the first ``most`` of the request's drafts."""
+        return self._drafts.get(request, [])[:most]
+
+    def settled(self, request: Request, tokens: Sequence[int]) -> None:
+        """Do nothing: the hidden rows of tokens lie in the cache."""
+
+    def finished(self, request: Request) -> None:
+        """Forget the request."""
+        self._counts.pop(request, None)
+
+    def reset(self) -> None:
+        """Forget all requests."""
+        self._counts, self._drafts = {}, {}

@@ -1,0 +1,138 @@
+"""Models with heads of their own: the same tokens as without, and drafts that are those of transformers' module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from mtp_checkpoints import make_head, save_with_head
+
+from torch_pagoda.checkpoint.mtp_head import load_mtp_head
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_program
+from torch_pagoda.compiler.head_program import build_head
+from torch_pagoda.runtime.batching import snapshots
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.request import Request
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.speculation.mtp import MtpDrafter
+
+from tiny_models import build_tiny_model
+
+MODELS = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
+LENGTHS = (9, 40, 21)
+PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"seed": 3, "top_p": 0.9, "logprobs": 2}}
+SIZES: dict[str, dict[str, Any]] = {
+    "chunks": {"num_blocks": 96, "max_num_batched_tokens": 16},
+    "tight": {"num_blocks": 20, "max_num_batched_tokens": 16},
+    "swapping": {"num_blocks": 20, "swap_space": 1 << 22, "preemption": "swap"},
+}
+
+
+@cache
+def programs(name: str, folder: Any) -> tuple[Any, Any, Any]:
+    """The model, its program and that of its head."""
+    model = build_tiny_model(name)
+    folder = folder / name
+    save_with_head(model, make_head(model), folder)
+    options = CompileOptions(codegen="none", taps_hidden=True)
+    program = build_program(model, options)
+    head = load_mtp_head(folder, "auto", False)
+    return model, program, build_head(head, program, head.shared, options)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return tmp_path_factory.mktemp("heads")
+
+
+@pytest.fixture(autouse=True)
+def snapshots_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshots, "WORTH", 8)
+
+
+def run(engine: Engine, params: SamplingParams) -> tuple[list[Any], int]:
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in LENGTHS]
+    first = engine.generate(prompts, params)
+    before = engine.stats()["cached_tokens"]
+    turns = [[*o.prompt_token_ids, *o.outputs[0].token_ids, 7] for o in first]
+    outputs = [*first, *(engine.generate([turn], params)[0] for turn in turns)]
+    engine.batcher.check()
+    cached = int(engine.stats()["cached_tokens"] - before)
+    return [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.outputs[0].logprobs) for o in outputs], cached
+
+
+def with_head(name: str, folder: Any, length: int = 3, **options: Any) -> Engine:
+    _, program, head = programs(name, folder)
+    engine = Engine(program, draft_program=head, speculative_config={"method": "mtp"}, **options)
+    drafting = engine._core.state.drafting
+    assert drafting is not None
+    lengths = drafting.lengths
+    lengths.choose = lengths.to_compute = lambda *given: length  # type: ignore[method-assign]
+    lengths.judge = lengths.decline = lambda *given: None  # type: ignore[method-assign]
+    return engine
+
+
+def noted_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Tokens of a request → the drafts that were computed behind them."""
+    noted = {}
+    compute = MtpDrafter.propose_all
+
+    def propose_all(self: MtpDrafter, requests: Sequence[Request], most: int) -> None:
+        compute(self, requests, most)
+        for request in requests:
+            noted[tuple(request.tokens(0, request.num_tokens))] = list(self._drafts[request])
+
+    monkeypatch.setattr(MtpDrafter, "propose_all", propose_all)
+    return noted
+
+
+def expected_drafts(name: str, folder: Any, tokens: Sequence[int], count: int) -> list[int]:
+    """Those of transformers' modules, without a cache."""
+    model, _, _ = programs(name, folder)
+    head = make_head(model)
+    ids = torch.tensor([tokens])
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state
+        rows = torch.cat([torch.zeros_like(hidden[:, :1]), hidden[:, :-1]], 1)
+        drafts: list[int] = []
+        for _ in range(count):
+            own = head.forward_layer(0, rows, torch.arange(ids.shape[1])[None], None, input_ids=ids)
+            drafts.append(int(head._project_to_logits(own[:, -1]).argmax()))
+            ids = torch.cat([ids, ids.new_tensor([drafts[-1:]])], 1)
+            rows = torch.cat([rows, own[:, -1:]], 1)
+    return drafts
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", PARAMS)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_tokens_are_those_without_a_head(
+    name: str, kind: str, sizes: str, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SamplingParams(max_tokens=20, ignore_eos=True, **PARAMS[kind])
+    options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, **SIZES[sizes]}
+    expected, cached = run(Engine(programs(name, folder)[1], **options), params)
+    noted = noted_drafts(monkeypatch)
+    engine = with_head(name, folder, **options)
+    found, cached_with_drafts = run(engine, params)
+    assert [own[:2] for own in found] == [own[:2] for own in expected]
+    for (_, _, own), (_, _, other) in zip(found, expected, strict=True):
+        for mine, theirs in zip(own or [], other or [], strict=True):
+            assert {token: entry.logprob for token, entry in mine.items()} == {
+                token: pytest.approx(entry.logprob, abs=1e-4) for token, entry in theirs.items()
+            }
+    stats = engine.stats()
+    assert stats["spec_decode_num_draft_tokens"] > 0 and not stats["drafters_failed"]
+    if sizes == "chunks":
+        assert cached == cached_with_drafts
+        some = sorted(noted)[:: max(1, len(noted) // 8)]
+        assert [noted[tokens] for tokens in some] == [
+            expected_drafts(name, folder, tokens, len(noted[tokens])) for tokens in some
+        ]
+    elif sizes == "tight":
+        assert stats["preemptions"] > 0
