@@ -6,6 +6,7 @@
 Parts:
 
 - ``methods``: held-out text continued greedily with each method, ``wrong`` being a drafter that is always wrong.
+  ``mtp`` needs a model whose checkpoint has a head, ``draft_model`` one beside it.
 - ``recorded``: recorded answers as drafts of one stream, 0.7 of them right: measured beside predicted.
 - ``repeated``: requests that come again, with the suffix tree: steps.
 - ``forced``: a schema of ten fields: steps and seconds with and without ``draft_forced_tokens``.
@@ -48,6 +49,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     },
     "suffix": {"speculative_config": {"method": "suffix"}},
+    "mtp": {"speculative_config": {"method": "mtp"}},
 }
 
 

@@ -171,6 +171,7 @@ def _head(state: EngineState, options: EngineOptions, program: MtpProgram, most:
     batcher = state.batcher
     blocks = batcher.block_manager
     drafter = MtpDrafter(program, blocks, most=most, max_num_batched_tokens=options.max_num_batched_tokens)
+    logger.info("head: %d bytes of a block", bytes_per_block(program.head_caches, blocks.block_size))
     room = min(pool.num_blocks for pool in blocks.token_pools) * blocks.block_size
     rows = min(2 * options.max_num_seqs, batcher.max_model_len, room)
     measure_steps(program, drafter.seconds, rows, blocks.block_size, program.draft)

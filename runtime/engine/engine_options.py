@@ -55,8 +55,9 @@ class EngineOptions:
             them before the engine takes requests, each compared with the operators called one by one; or
             ``"lazy"``, each when a step first needs it, which waits for it and is not compared.
         speculative_config: propose tokens and verify several in one step, with vLLM's keys: ``{"method": "suffix"}``
-            or ``{"method": "draft_model", "model": "small", "num_speculative_tokens": 7}``; tokens stay the same. See
-            ``speculation.config.SpeculativeConfig``. None: only what ``draft_forced_tokens`` says.
+            or ``{"method": "draft_model", "model": "small", "num_speculative_tokens": 7}`` or ``{"method": "mtp"}``;
+            tokens stay the same. See ``speculation.config.SpeculativeConfig``. None: only what
+            ``draft_forced_tokens`` says.
         draft_forced_tokens: verify in one step the tokens that a grammar of ``structured_outputs`` forces.
 
     Raises:
@@ -80,7 +81,7 @@ class EngineOptions:
     )
     npu_warmup: str = option("full", "On an NPU: full (compile all steps first), or lazy.")
     speculative_config: Mapping[str, Any] | None = option(
-        None, 'Several tokens a step, e.g. {"method": "suffix"}, "ngram" or "draft_model".'
+        None, 'Several tokens a step, e.g. {"method": "suffix"}, "ngram", "draft_model" or "mtp".'
     )
     draft_forced_tokens: bool = option(True, "Compute tokens that a grammar forces one by one.")
 

@@ -30,6 +30,7 @@ class MtpProgram:
 
     Attributes:
         group: the model's group of layers whose blocks the head uses.
+        head_caches: of ``caches``, the model's hidden rows and the head's keys and values.
 
     Raises:
         ValueError: the model has no layers whose blocks the head's could lie in.
@@ -48,7 +49,8 @@ class MtpProgram:
         self.group = min(groups)
         size, dtype = model.hidden_form
         rows = CacheSpec(1, size, 0, dtype, sliding_window=own[0].sliding_window, group=self.group)
-        self.caches: list[AnySpec] = [*model.caches, rows, *(replace(spec, group=self.group) for spec in own)]
+        self.head_caches: list[AnySpec] = [rows, *(replace(spec, group=self.group) for spec in own)]
+        self.caches = [*model.caches, *self.head_caches]
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
         self.restart_length = model.restart_length

@@ -122,5 +122,5 @@ def test_a_tensor_that_nothing_reads_is_named(tmp_path: Path) -> None:
     saved("glm4_moe", tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({**load_file(file), "model.layers.2.gate_of.weight": torch.ones(3)}, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="it does not know '.*gate_of.weight'"):
+    with pytest.raises(ValueError, match=r"it does not know '.*gate_of\.weight'"):
         load_mtp_head(tmp_path, "auto", False)
