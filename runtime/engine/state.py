@@ -80,13 +80,13 @@ class EngineState:
             logger.warning("request %s fails: %s", owner.request_id, error)
         followers = self.followers(completion)
         request.finished_time = time.perf_counter()
+        if self.drafting is not None:
+            self.drafting.finished(request)  # while it still has its blocks
         if self.batcher.get(request.request_id) is request:
             self.batcher.finish(request, reason, error)
         else:  # it follows another
             request.finish_reason, request.error, request.status = reason, error, RequestStatus.FINISHED
         self.runner.remove(request)
-        if self.drafting is not None:
-            self.drafting.finished(request)
         self.completions.pop(request.request_id, None)
         if owner.is_finished:
             self.num_finished[reason] += 1

@@ -32,7 +32,7 @@ class Drafter(Protocol):
         """Take note of tokens that were appended to the request's output."""
 
     def finished(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that ends; its blocks are freed afterwards."""
 
 
 @runtime_checkable

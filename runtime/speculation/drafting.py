@@ -168,18 +168,18 @@ class Drafting:
         if added is None:
             return False
         filled = rows - item.num_tokens - len(drafts)
-        grown = item._replace(num_tokens=rows, drafts=drafts, num_filled=filled, **self._slots(item))
+        grown = self._with_slots(item)._replace(num_tokens=rows, drafts=drafts, num_filled=filled)
         plan.replace(grown, added)
         self.figures.num_filled += filled
         return True
 
-    def _slots(self, item: ScheduledRequest) -> dict[str, int]:
-        """Slots of a share's state, which drafts may have changed."""
+    def _with_slots(self, item: ScheduledRequest) -> ScheduledRequest:
+        """The share with the slots of its state, which room for drafts may have changed."""
         blocks = self.batcher.block_manager
         if not blocks.has_state:
-            return {}
+            return item
         read, write = blocks.slots_of_step(item.request.request_id, item.start)
-        return {"state_read": read, "state_write": write}
+        return item._replace(state_read=read, state_write=write)
 
     def _candidates(
         self, plan: Plan, items: Sequence[ScheduledRequest]
@@ -233,7 +233,7 @@ class Drafting:
             if room > item.num_tokens:
                 added = self.batcher.block_manager.draft_in_place(item.request.request_id, end, item.start)
                 if added is not None:
-                    plan.replace(item._replace(**self._slots(item)), added)
+                    plan.replace(self._with_slots(item), added)
 
     def _room(self, item: ScheduledRequest) -> int:
         """Most rows of a request's share, its known tokens among them."""
@@ -310,7 +310,7 @@ class Drafting:
             self.drafters.settled(request, request.output_token_ids[len(request.output_token_ids) - count :])
 
     def finished(self, request: Request) -> None:
-        """Forget a request that has ended."""
+        """Forget a request that ends."""
         self._latest.pop(request, None)
         self.drafters.finished(request)
 

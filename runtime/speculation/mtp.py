@@ -78,16 +78,16 @@ class MtpProgram:
         assert self.model.hidden is not None
         self._rows[slots] = self.model.hidden
         if len(step.logits_rows) < len(slots):
-            self._run_head(input_ids, position_ids, replace(step, logits_rows=step.logits_rows[:1]))
+            self.run_head(input_ids, position_ids, replace(step, logits_rows=step.logits_rows[:1]))
         return logits
 
     def draft(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """Run the head on tokens that follow computed ones.
+        """Run the head on tokens that follow computed ones, as ``run_head`` does.
 
-        Arguments and logits are those of a ``Program``. The hidden rows of the asked tokens take the places of those
-        that the model has not computed yet, so that the head can go on from them.
+        The hidden rows of the asked tokens take the places of those that the model has not computed yet, so that the
+        head can go on from them.
         """
-        logits = self._run_head(input_ids, position_ids, step)
+        logits = self.run_head(input_ids, position_ids, step)
         slots, _ = self._places(step)
         assert self.head.hidden is not None
         self._rows[slots[step.logits_rows]] = self.head.hidden[step.logits_rows]
@@ -97,7 +97,9 @@ class MtpProgram:
         """Slots and block table of the head's group."""
         return step.groups[self.group - 1] if self.group and step.groups else (step.slot_mapping, step.block_table)
 
-    def _run_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+    def run_head(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
+        """Run the head on tokens that the model has computed, or that follow those; arguments and logits are those of
+        a ``Program``."""
         slots, table = self._places(step)
         positions = position_ids[0]
         before = (positions - 1).clamp(min=0)
@@ -120,7 +122,8 @@ class MtpDrafter:
     """Proposes what the head of a model continues a request with.
 
     Of tokens that were settled since its last drafts it computes the keys anew, from the model's own hidden rows; the
-    further drafts of a step follow from the head's.
+    further drafts of a step follow from the head's. What is left of that when a request ends is done then, as others
+    may begin with its blocks.
 
     Args:
         program: the model with its head.
@@ -142,7 +145,9 @@ class MtpDrafter:
         self.seconds = StepSeconds()
         self._blocks = blocks
         self._max_num_batched_tokens = max_num_batched_tokens
-        self._chains = GreedyChains(program.draft, blocks.block_size, program.vocab_size, program.vocab_size)
+        size, num_ids = blocks.block_size, program.vocab_size
+        self._chains = GreedyChains(program.draft, size, num_ids, num_ids)
+        self._keys = GreedyChains(program.run_head, size, num_ids, num_ids)
         self._counts: dict[Request, int] = {}  # leading tokens whose keys are the model's
         self._drafts: dict[Request, list[int]] = {}
 
@@ -157,12 +162,10 @@ class MtpDrafter:
         self._drafts = {}
         shares, left = [], self._max_num_batched_tokens
         for request in requests:
-            start, end = self._counts.get(request, request.num_prompt_tokens - 1), request.num_tokens
-            start = max(min(start, end - 1), end - left, 0)
-            if start < end:
-                table = self._blocks.table(request.request_id, self.program.group)
-                shares.append(Share(request, table, start, end))
-                left -= end - start
+            share = self._share(request, request.num_tokens, left)
+            if share.start < share.end:
+                shares.append(share)
+                left -= share.end - share.start
         if not shares:
             return
         with torch.inference_mode(), without_autocast(self.program.device.type):
@@ -170,6 +173,12 @@ class MtpDrafter:
         for share, own in zip(shares, drafts, strict=True):
             self._counts[share.request] = share.end
             self._drafts[share.request] = own
+
+    def _share(self, request: Request, end: int, most: int) -> Share:
+        """What is missing of the tokens up to ``end``, the last of them in any case; at most so many."""
+        start = min(self._counts.get(request, request.num_prompt_tokens - 1), end - 1)
+        table = self._blocks.table(request.request_id, self.program.group)
+        return Share(request, table, max(start, end - most, 0), end)
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return the first ``most`` of the request's drafts."""
@@ -179,7 +188,11 @@ class MtpDrafter:
         """Do nothing: the hidden rows of tokens lie in the cache."""
 
     def finished(self, request: Request) -> None:
-        """Forget the request."""
+        """Compute the keys of the request's last tokens, and forget it."""
+        if request.row is not None and request.request_id in self._blocks and request.num_computed_tokens:
+            share = self._share(request, request.num_computed_tokens, self._max_num_batched_tokens)
+            with torch.inference_mode(), without_autocast(self.program.device.type):
+                self._keys.drafts([share], 1)
         self._counts.pop(request, None)
 
     def reset(self) -> None:

@@ -94,4 +94,4 @@ def test_the_draft_model_has_one_rank(ranks: dict[str, Any], monkeypatch: pytest
     monkeypatch.setattr("torch_pagoda.draft_program.compiled_model", compiled)
     given, cpu = {"method": "draft_model", "model": "small"}, torch.device("cpu")
     with pytest.raises(Asked):
-        draft_program(given, None, LoadOptions(), CompileOptions(target="cpu", **ranks), cpu, frozenset())  # type: ignore[arg-type]
+        draft_program(given, "model", None, LoadOptions(), CompileOptions(target="cpu", **ranks), cpu, frozenset())  # type: ignore[arg-type]
