@@ -85,7 +85,7 @@ def noted_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[
     def propose_all(self: MtpDrafter, requests: Sequence[Request], most: int) -> None:
         compute(self, requests, most)
         for request in requests:
-            noted[tuple(request.tokens(0, request.num_tokens))] = list(self._drafts[request])
+            noted[tuple(request.tokens(0, request.num_tokens))] = self._drafts.get(request, [])
 
     monkeypatch.setattr(MtpDrafter, "propose_all", propose_all)
     return noted

@@ -167,7 +167,8 @@ def _load(head: MtpHead, skeleton: PreTrainedModel, found: dict[str, torch.Tenso
     from transformers.modeling_utils import LoadStateDictConfig
 
     mtp = head.mtp
-    loading = LoadStateDictConfig(weight_mapping=mtp.get_weight_conversions(skeleton), dtype=dtype)
+    renamed: Any = mtp.get_weight_conversions(skeleton)
+    loading = LoadStateDictConfig(weight_mapping=renamed, dtype=dtype)
     report, _ = convert_and_load_state_dict_in_model(model=mtp, state_dict=dict(found), load_config=loading)
     mtp._adjust_missing_and_unexpected_keys(report)
     for what, keys in (("lacks", report.missing_keys), ("does not know", report.unexpected_keys)):
