@@ -34,7 +34,7 @@ FLOORS = {
             "__init__",
             "public",
             "compile",
-            "rank_program",
+            "head_program rank_program",
             "build",
             "backend costs warm_start",
             "pipeline",
