@@ -58,9 +58,10 @@ class MtpProgram:
         self.device = model.device
         self.block_size = model.block_size
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         """See ``Program``."""
-        return max([p.reserve(max_num_seqs, max_num_batched_tokens, max_model_len) for p in (self.model, self.head)])
+        sizes = max_num_seqs, max_num_batched_tokens, max_model_len, num_drafts
+        return max([program.reserve(*sizes) for program in (self.model, self.head)])
 
     def bind(self, kv_cache: KVCache) -> None:
         """See ``Program``."""
