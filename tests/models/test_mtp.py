@@ -134,5 +134,3 @@ def test_tokens_are_those_without_a_head(
         assert [noted[tokens] for tokens in some] == [
             expected_drafts(name, folder, tokens, len(noted[tokens])) for tokens in some
         ]
-    elif sizes == "tight":
-        assert stats["preemptions"] > 0
