@@ -5,14 +5,22 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from importlib import metadata, util
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
+from torch_pagoda.npu_tools.torch_build import cuda_conflict
+
 MOST_WORKERS = 8
 """Each takes more than a GiB of memory."""
+
+# Torch imports an installed torch_npu by itself; beside a build for CUDA that ends the process without a word.
+AUTOLOADED = util.find_spec("torch_npu") is not None and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1"
+if AUTOLOADED and (conflict := cuda_conflict(metadata.version("torch"))):
+    raise pytest.UsageError(conflict)
 
 # A run says of the same sources what the run before said; ``--hypothesis-profile=default`` draws other examples.
 # Nor does it depend on how busy the machine is.

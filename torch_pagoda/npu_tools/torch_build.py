@@ -6,7 +6,7 @@ import re
 from importlib import util
 from pathlib import Path
 
-__all__ = ["cpu_build", "cuda_release", "why_it_died"]
+__all__ = ["cpu_build", "cuda_conflict", "cuda_release", "why_it_died"]
 
 _CUDA = re.compile(r"""^cuda\b[^=\n]*=\s*['"]([\w.]{1,20})['"]""", re.MULTILINE)
 _MOST_BYTES = 65536
@@ -31,6 +31,21 @@ def cuda_release() -> str | None:
 def cpu_build(release: str) -> str:
     """The command that installs the build for CPUs of a torch release, the one that torch_npu is compiled against."""
     return f"pip install --force-reinstall torch=={release} --index-url https://download.pytorch.org/whl/cpu"
+
+
+def cuda_conflict(release: str) -> str:
+    """Why torch_npu cannot be imported beside the installed torch, with the remedy; "" where its build allows it.
+
+    Args:
+        release: of the installed torch, as its metadata has it.
+    """
+    cuda = cuda_release()
+    if cuda is None:
+        return ""
+    return (
+        f"torch {release} is built for CUDA {cuda}, and torch_npu beside it ends the process; "
+        f"install the build for CPUs: {cpu_build(release.partition('+')[0])}"
+    )
 
 
 def why_it_died(output: str) -> str:

@@ -39,6 +39,7 @@ def test_cuda_release(
     found = SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(torch_build, "util", SimpleNamespace(find_spec=lambda name: found))
     assert torch_build.cuda_release() == expected
+    assert bool(torch_build.cuda_conflict("2.12.0")) == (expected is not None)
     monkeypatch.setattr(torch_build, "util", SimpleNamespace(find_spec=lambda name: None))
     assert torch_build.cuda_release() is None
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from ...compiler.targets.npu.without_device import OFFLINE_TOOLCHAIN
 from ...runtime.private_folder import NotPrivate, cache_folder, check_private_folder, locked, make_private_folder
-from ..torch_build import cpu_build, cuda_release, why_it_died
+from ..torch_build import cuda_conflict, why_it_died
 from .stand_in import ToolchainError, build_stand_ins, find_tools
 from .wheels import MACHINES, PROTOBUF, TORCH_NPU, TRIED, Requirement
 
@@ -114,12 +114,8 @@ def locate_toolchain(torch_version: str | None = None, python_tag: str | None = 
     machine = _require_platform()
     if torch_version is None:
         torch_version = metadata.version("torch")
-        cuda = cuda_release()
-        if cuda is not None:
-            raise ToolchainError(
-                f"torch {torch_version} is built for CUDA {cuda}, and torch_npu beside it ends the process; "
-                f"install the build for CPUs: {cpu_build(torch_version.partition('+')[0])}"
-            )
+        if conflict := cuda_conflict(torch_version):
+            raise ToolchainError(conflict)
     python_tag = python_tag or f"cp{sys.version_info.major}{sys.version_info.minor}"
     release = torch_version.partition("+")[0]
     if release not in TORCH_NPU:

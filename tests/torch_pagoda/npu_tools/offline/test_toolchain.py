@@ -17,6 +17,7 @@ import pytest
 
 from torch_pagoda import cli
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
+from torch_pagoda.npu_tools import torch_build
 from torch_pagoda.npu_tools.offline import toolchain as module
 from torch_pagoda.npu_tools.offline.run import run_python
 from torch_pagoda.npu_tools.offline.stand_in import (
@@ -287,7 +288,7 @@ def test_other_machines(name: str, value: object, words: str, monkeypatch: pytes
 
 
 def test_a_torch_with_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "cuda_release", lambda: "13.0")
+    monkeypatch.setattr(torch_build, "cuda_release", lambda: "13.0")
     for ask in (locate_toolchain, find_toolchain, set_up_toolchain):
         with pytest.raises(ToolchainError, match=r"is built for CUDA 13\.0, .*ends the process; .*whl/cpu"):
             ask()
@@ -361,6 +362,21 @@ def test_torchair_tests_fail_where_they_cannot_run(tmp_path: Path) -> None:
     result = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert result.returncode == pytest.ExitCode.USAGE_ERROR
     assert "ERROR: a C compiler" in result.stderr and "not found on PATH" in result.stderr
+
+
+@pytest.mark.parametrize(("cuda", "autoload"), [("'13.0'", "1"), ("None", "1"), ("'13.0'", "0")])
+def test_pytest_says_why_a_torch_with_cuda_would_end_it(cuda: str, autoload: str, tmp_path: Path) -> None:
+    """Torch imports an installed torch_npu by itself, which here ends the process as the real one does."""
+    for package, text in (("torch", "import os\nos.abort()\n"), ("torch_npu", "")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(text)
+    (tmp_path / "torch" / "version.py").write_text(f"cuda: Optional[str] = {cuda}\n")
+    variables = {**os.environ, "PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "torchair", __file__]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True)
+    refused = cuda != "None" and autoload == "1"
+    assert result.returncode == (pytest.ExitCode.USAGE_ERROR if refused else -signal.SIGABRT)
+    assert ("is built for CUDA 13.0, and torch_npu beside it ends the process" in result.stderr) == refused
 
 
 @pytest.mark.parametrize("part", ["..", ".", "libraries", "packages"])
