@@ -255,7 +255,7 @@ def _grouped(
         drop_pad_mode=_ROW_MAJOR_DROPPED if is_part else _ROW_MAJOR,
         k=k,
     )
-    return combined or site.inline(_added, out, row_of, scales, k)  # type: ignore[no-any-return]
+    return combined or site.inline(_added, out, row_of, scales, k, is_part)  # type: ignore[no-any-return]
 
 
 def _uncast(ids: fx.Node) -> fx.Node:
@@ -264,9 +264,14 @@ def _uncast(ids: fx.Node) -> fx.Node:
     return ids if source is None or value(source).dtype is not torch.int32 else source
 
 
-def _added(rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int) -> torch.Tensor:
-    """``[T, H]``, each token's rows times their scales, added in float32; nothing for places of -1."""
-    parts = rows.index_select(0, row_of.clamp(min=0)).masked_fill((row_of < 0).unsqueeze(-1), 0)
+def _added(
+    rows: torch.Tensor, row_of: torch.Tensor, scales: torch.Tensor | None, k: int, is_part: bool
+) -> torch.Tensor:
+    """``[T, H]``, each token's rows times their scales, added in float32; of a rank's experts, nothing for places of
+    -1."""
+    parts = rows.index_select(0, row_of.clamp(min=0) if is_part else row_of)
+    if is_part:
+        parts = parts.masked_fill((row_of < 0).unsqueeze(-1), 0)
     parts = parts.view(-1, k, rows.shape[1]).float()
     if scales is not None:
         parts = parts * scales.float().unsqueeze(-1)

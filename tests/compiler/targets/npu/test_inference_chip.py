@@ -68,6 +68,8 @@ def test_experts_get_the_ends_of_their_rows():
         assert products and all(node.kwargs["group_list_type"] == 0 for node in products)
         assert {callee(node.kwargs["group_list"]) for node in products} == {"_to_copy"}
         assert not illegal_calls(graph, TARGET)
+    filled = [node.args[0] for node in decode.graph.nodes if callee(node).startswith("masked_fill")]
+    assert not any("index_select" in callee(rows) for rows in filled), "only rows of several ranks lack places"
 
 
 def call(soc="Ascend310P3", graph_mode="ge", heads=8, kv_heads=2, dim=128, size=64, table=(3, 4), **changes):
