@@ -359,8 +359,8 @@ def cut_config(name: str) -> Any:
     config = build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config).model.config
     implied = config.to_dict().get("head_dim") is None  # by hidden_size
     for size, most in CUT.items():
-        if hasattr(config, size) and not (implied and size == "hidden_size"):
-            setattr(config, size, min(getattr(config, size), most))
+        if (getattr(config, size, None) or 0) > most and not (implied and size == "hidden_size"):
+            setattr(config, size, most)
     if getattr(config, "index_topk", None):
         config.num_attention_heads = config.num_key_value_heads = min(config.num_attention_heads, MOST_CHOOSING_HEADS)
     config.bos_token_id = config.eos_token_id = None
