@@ -17,6 +17,7 @@ from pathlib import Path
 
 CACHE = "TORCH_PAGODA_CACHE"
 """Environment variable: the cache folder."""
+_REMEDY = f"set {CACHE} to a folder of your own"
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # a pipe of that name would hold us up
 
@@ -31,8 +32,12 @@ def cache_folder() -> Path:
     return Path(root) if root else Path.home() / ".cache" / "torch_pagoda"
 
 
-def check_private_folder(folder: Path) -> None:
+def check_private_folder(folder: Path, remedy: str = _REMEDY) -> None:
     """Hold a folder against the rule.
+
+    Args:
+        folder: it.
+        remedy: what else to use, for the message.
 
     Raises:
         FileNotFoundError: there is none.
@@ -40,12 +45,16 @@ def check_private_folder(folder: Path) -> None:
     """
     status = os.stat(folder)
     if not stat.S_ISDIR(status.st_mode):
-        raise NotPrivate(f"{folder} is not a folder; set {CACHE} to one of your own")
-    _check(folder, status)
+        raise NotPrivate(f"{folder} is not a folder; {remedy}")
+    _check(folder, status, remedy)
 
 
-def make_private_folder(folder: Path) -> None:
+def make_private_folder(folder: Path, remedy: str = _REMEDY) -> None:
     """Make a folder, and those above it that are missing, for this user alone (mode 0700).
+
+    Args:
+        folder: it.
+        remedy: what else to use, for the message.
 
     Raises:
         OSError: that is impossible.
@@ -53,7 +62,7 @@ def make_private_folder(folder: Path) -> None:
     """
     for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
-    check_private_folder(folder)
+    check_private_folder(folder, remedy)
 
 
 def open_private_file(path: Path) -> BufferedReader:
@@ -118,15 +127,12 @@ def _open(path: Path, flags: int) -> int:
     return descriptor
 
 
-def _check(path: Path, status: os.stat_result) -> None:
+def _check(path: Path, status: os.stat_result, remedy: str = _REMEDY) -> None:
     if not hasattr(os, "geteuid"):
         return
     user = os.geteuid()
     if status.st_uid not in (0, user):
-        raise NotPrivate(
-            f"{path} belongs to user {status.st_uid}, neither to you ({user}) nor to root; set {CACHE} to a folder "
-            "of your own"
-        )
+        raise NotPrivate(f"{path} belongs to user {status.st_uid}, neither to you ({user}) nor to root; {remedy}")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise NotPrivate(
             f"others may write to {path} (mode {stat.S_IMODE(status.st_mode):04o}); delete it, or if nobody has, "

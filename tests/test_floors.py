@@ -20,7 +20,7 @@ FLOORS = {
             "async_llm generation reports",
             "npu_tools",
             "llm",
-            "draft_program serving",
+            "block_fingerprint draft_program serving",
             "compiled_model rank rendering",
             "shipping",
             "chat default_params options",
@@ -49,7 +49,7 @@ FLOORS = {
         *(
             "engine",
             "parallel speculation",
-            "cache",
+            "block_store cache",
             "batching profiling program sampling",
             "ops",
             "requests",

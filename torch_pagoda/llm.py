@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, Unpack
 
+from .block_fingerprint import block_fingerprint
 from .chat import Message, chat_prompts
 from .compiled_model import compiled_model
 from .compiler import CompileReport
@@ -80,6 +81,7 @@ class LLM(Engine):
         with timed(seconds), phase("load"):
             config = serving.speculative_config
             compiling = with_hidden_rows(config, model, compiling)
+            fingerprint = None if serving.kv_store is None else block_fingerprint(model, loading, compiling)
             compiled = compiled_model(model, tokenizer, loading, compiling, device, known_modules)
             drafts = draft_program(config, model, compiled, loading, compiling, device, known_modules)
         compiled.program.report.seconds = seconds
@@ -96,6 +98,7 @@ class LLM(Engine):
                 free_memory=free_memory(device),
                 before_step=self._check_unchanged,
                 draft_program=drafts,
+                fingerprint=fingerprint,
                 **vars(serving),
             )
         self.engine: Engine = self

@@ -44,6 +44,11 @@ class ModelOptions(TypedDict, total=False):
     npu_warmup: str
     speculative_config: Mapping[str, Any] | None
     draft_forced_tokens: bool
+    kv_store: str | None
+    kv_store_size: int | str | None
+    kv_store_key_file: str | None
+    kv_store_wait: float
+    kv_store_write: str
     verify: str
     passes: Mapping[str, Sequence[str]] | None
     opt_level: int

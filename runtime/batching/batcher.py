@@ -170,6 +170,8 @@ class Batcher:
             self.check_queue(1)
         self._accept(request, now)
         self._queues.enqueue(request)
+        if self.planner.traffic is not None:
+            self.planner.traffic.begin(request, self._prefixes.full_blocks(request))
 
     def check_queue(self, count: int, num_promised: int = 0) -> None:
         """Raise ``QueueFull`` if the queue has no room for ``count`` more requests on top of ``num_promised``."""
@@ -275,6 +277,8 @@ class Batcher:
             self._snapshots.keep(request, computed)
         if self.planner.suspects and computed == request.num_tokens:
             self.planner.suspects.discard(request)
+        if self.planner.traffic is not None:
+            self.planner.traffic.settled(request, computed)
 
     def snapshot_due(self, request: Request, start: int) -> int | None:
         """Return the token count at which a step of a decoding request must end, so that a snapshot of its state can
@@ -332,6 +336,8 @@ class Batcher:
         self.planner.suspects.discard(request)
         if self._snapshots is not None:
             self._snapshots.forget(request)
+        if self.planner.traffic is not None:
+            self.planner.traffic.end(request)
         if request in self.planner.in_flight:
             self.block_manager.hold(request.request_id)
         self._free(request)
@@ -358,6 +364,8 @@ class Batcher:
         if self._snapshots is not None:
             self._snapshots.clear()
         self._queues.requeue_all()
+        if self.planner.traffic is not None:
+            self.planner.traffic.reset()
         return self.waiting
 
     def schedule(self, now: float = 0.0) -> Schedule:
@@ -368,7 +376,7 @@ class Batcher:
 
         Returns:
             The step; empty only if no request is unfinished, all unfinished ones have expired, a batch waits for more
-            requests, or a launched step must be settled first.
+            requests, a request waits for its blocks, or a launched step must be settled first.
 
         Raises:
             RuntimeError: no request can progress, because another user holds blocks of the cache.
@@ -376,6 +384,8 @@ class Batcher:
         planner, blocks = self.planner, self.block_manager
         planner.now = max(planner.now, now)
         blocks.finish_copies()
+        if planner.traffic is not None:
+            planner.traffic.take_arrived()
         blocks.fit_to_load()
         expired = self._queues.expired(planner.now)
         if expired:
@@ -385,7 +395,7 @@ class Batcher:
             planner.drafting.extend(plan)
         if not plan.planned and planner.waits_for_a_batch:
             return Schedule([])
-        if not plan.planned and planner.in_flight:
+        if not plan.planned and (planner.in_flight or planner.waits_for_blocks):
             return Schedule([])
         if not plan.planned and self._queues.requests:
             raise RuntimeError(
@@ -393,6 +403,8 @@ class Batcher:
                 f"{blocks.num_available_blocks} of {blocks.num_blocks} blocks are free; "
                 "free the blocks that other users hold"
             )
+        if planner.traffic is not None:
+            planner.traffic.plan_copies()
         copies, overlapped, rewritten = blocks.take_changes()
         tables = {}
         unsent = self._queues.unsent_tables | rewritten

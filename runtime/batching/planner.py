@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..blocks import BlockManager
@@ -18,6 +19,31 @@ logger = logging.getLogger(__name__)
 
 _MAX_DEFERRED = 64
 """Most requests deferred in one step because others compute their prefix."""
+
+
+class StoreTraffic(Protocol):
+    """Blocks on their way from and to a store outside of the process."""
+
+    def begin(self, request: Request, hashes: Sequence[bytes]) -> None:
+        """Begin to fetch the blocks with these hashes for a request that joins the queue."""
+
+    def is_awaited(self, request: Request, now: float) -> bool:
+        """Return True if the request, which could be admitted, waits a little for blocks that are on their way."""
+
+    def end(self, request: Request) -> None:
+        """Fetch no more for a request that was admitted or has ended."""
+
+    def settled(self, request: Request, num_tokens: int) -> None:
+        """Note that the first ``num_tokens`` tokens of a request are computed and may be stored."""
+
+    def take_arrived(self) -> None:
+        """Publish the host blocks that have arrived; called before a step is planned."""
+
+    def plan_copies(self) -> None:
+        """Plan copies of blocks that are to be stored; called when a step is planned."""
+
+    def reset(self) -> None:
+        """Forget all requests, whatever state an interrupted call left behind."""
 
 
 class DraftPlanner(Protocol):
@@ -43,6 +69,8 @@ class Planner:
             ``could_preempt``; those that await an outcome are left out of the next step.
         num_stages: steps of a pipeline that are under way at a time; sequences that decode are dealt to them.
         drafting: adds drafts; None: there are none.
+        traffic: fetches and stores blocks; None: nothing is stored.
+        waits_for_blocks: a request that could have been admitted waits for its blocks.
     """
 
     def __init__(
@@ -77,11 +105,14 @@ class Planner:
         self.num_stages = 1
         self._decoded: frozenset[Request] = frozenset()  # in the last step, if there are stages
         self.drafting: DraftPlanner | None = None
+        self.traffic: StoreTraffic | None = None
+        self.waits_for_blocks = False
         self._batch: list[Request] = []  # the last batch, if ``batches`` forms them
 
     def plan(self) -> Plan:
         """Return the next step; empty if no request can progress, or while a batch waits for more requests."""
         plan = Plan(self.max_num_batched_tokens)
+        self.waits_for_blocks = False
         if self.in_flight and (self.could_preempt() or self.awaits_drafts()):
             return plan
         if self.suspects and (alone := self._next_suspect()) is not None:
@@ -198,7 +229,7 @@ class Planner:
                 break
             if self.blocks.is_swapped(request.request_id):
                 admitted = self._return_swapped(request, spare, plan)
-            elif len(deferred) < _MAX_DEFERRED and self.prefixes.defers(request, computing):
+            elif len(deferred) < _MAX_DEFERRED and self._defers(request, computing):
                 self.queues.waiting.remove(request)
                 deferred.append(request)
                 continue
@@ -210,6 +241,13 @@ class Planner:
             computing.update(self.prefixes.uncomputed(request))
         for request in deferred:
             self.queues.waiting.push(request)
+
+    def _defers(self, request: Request, computing: set[bytes]) -> bool:
+        """Return True to admit the request later, when more of it is in the cache."""
+        if self.traffic is not None and self.traffic.is_awaited(request, self.now):
+            self.waits_for_blocks = True
+            return True
+        return self.prefixes.defers(request, computing)
 
     def _candidate(self) -> Request | None:
         """Return the request to admit next; None if the current batch is complete."""
@@ -225,6 +263,10 @@ class Planner:
         blocks, name = self.blocks, request.request_id
         hashes = self.prefixes.full_blocks(request)
         prefix = blocks.find_prefix(hashes)
+        if self.traffic is not None:
+            found = blocks.find_prefix_with_host(hashes)
+            if found > prefix.num_blocks and self._bring_in(request, hashes, found, spare, plan):
+                return True
         start = prefix.num_blocks * blocks.block_size
         needed = blocks.num_blocks_to_admit(prefix, request.num_tokens + 1, self.max_num_batched_tokens)
         if self.queues.running and not blocks.can_take(needed, spare):
@@ -240,15 +282,38 @@ class Planner:
             if prefix.num_blocks:
                 blocks.free(name)
             return False
-        # A request with output has run before, or got the output from a sibling together with its count.
-        if blocks.enable_prefix_caching and not request.num_preemptions and not request.output_token_ids:
-            blocks.count_prefix(request.num_tokens, start)
-            request.num_cached_tokens = start
-        request.num_computed_tokens = start
-        self.queues.waiting.remove(request)
-        self.queues.start_running(request)
+        self._start(request, start)
         self._plan(request, count, plan)
         return True
+
+    def _bring_in(self, request: Request, hashes: Sequence[bytes], count: int, spare: int, plan: Plan) -> bool:
+        """Admit a request on ``count`` cached blocks of which some are in host memory; if others run in this step, it
+        runs in the next one."""
+        blocks = self.blocks
+        prefix = blocks.prefix_with_host(hashes, count)
+        needed = blocks.num_blocks_to_admit(prefix, request.num_tokens + 1, self.max_num_batched_tokens)
+        if not blocks.can_take(needed, spare if self.queues.running else 0):
+            return False
+        overlapped = bool(plan.planned)
+        blocks.take_prefix_with_host(request.request_id, hashes, count, overlapped=overlapped)
+        if self.snapshots is not None:
+            self.snapshots.begin(request, hashes, prefix)
+        self._start(request, count * blocks.block_size)
+        if not overlapped:
+            self._continue(request, plan)
+        return True
+
+    def _start(self, request: Request, num_cached: int) -> None:
+        """Let a request run whose first ``num_cached`` tokens are in the cache."""
+        # A request with output has run before, or got the output from a sibling together with its count.
+        if self.blocks.enable_prefix_caching and not request.num_preemptions and not request.output_token_ids:
+            self.blocks.count_prefix(request.num_tokens, num_cached)
+            request.num_cached_tokens = num_cached
+        request.num_computed_tokens = num_cached
+        self.queues.waiting.remove(request)
+        self.queues.start_running(request)
+        if self.traffic is not None:
+            self.traffic.end(request)
 
     def _return_swapped(self, request: Request, spare: int, plan: Plan) -> bool:
         """Bring a request back from host memory; if others run in this step, it runs in the next one."""

@@ -111,6 +111,9 @@ def check(manager: BlockManager) -> None:
             _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
     for pool, block in (*manager.in_flight, *manager.held):
         holders[pool][block] += 1
+    for pool, lent in zip(space.pools, space.lent, strict=True):
+        for block in lent:
+            holders[pool][block] += 1
     for pool, own in holders.items():
         pool.check(own)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from . import state_slots
+from . import host_prefix, state_slots
 from .elastic import ElasticPool
 from .groups import BlockGroup, Counts, SequenceBlocks
 from .inspection import check, stats
@@ -63,6 +63,9 @@ class BlockManager:
         self._overlapped_copies: list[CacheCopy] = []
         self.in_flight: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
         self.held: list[tuple[BlockPool, int]] = []  # until a launched step is settled
+        self._arriving: list[
+            tuple[str, Sequence[bytes]]
+        ] = []  # sequences with copies from the host, as ``in_flight``
         self._rewritten: set[str] = set()
         self.counts = Counts()
 
@@ -73,6 +76,7 @@ class BlockManager:
         self.swap_space.reset()
         self.sequences.clear()
         self._copies, self._overlapped_copies, self.in_flight, self.held = [], [], [], []
+        self._arriving = []
         self._rewritten.clear()
 
     @property
@@ -428,6 +432,64 @@ class BlockManager:
         num_tokens = num_blocks * self.block_size
         self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, num_blocks, state_tokens=num_tokens)
 
+    def find_prefix_with_host(self, hashes: Sequence[bytes]) -> int:
+        """Return the number of leading blocks that ``take_prefix_with_host`` can start a sequence on."""
+        return host_prefix.find(self.groups, self.pools, self.swap_space.pools, hashes, self.block_size)
+
+    def prefix_with_host(self, hashes: Sequence[bytes], num_blocks: int) -> Prefix:
+        """Return these leading blocks as a prefix of which those in host memory, too, have yet to be taken."""
+        taken = []
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            seen = hashes[group.first_seen(num_blocks, self.block_size) : num_blocks]
+            here = [content for content in seen if pool.lookup(content) is not None]
+            taken.append(pool.num_unheld(here) + len(seen) - len(here))
+        return Prefix(num_blocks, taken, num_blocks)
+
+    def take_prefix_with_host(
+        self, request_id: str, hashes: Sequence[bytes], num_blocks: int, *, overlapped: bool
+    ) -> None:
+        """Start a sequence on blocks that are on the device or in host memory; it is readable once the copies are
+        done.
+
+        Args:
+            request_id: a new id.
+            hashes: hashes of the sequence's full blocks.
+            num_blocks: the result of ``find_prefix_with_host``, or less.
+            overlapped: copy while the step runs instead of before it.
+        """
+        tables, num_null = [], []
+        for g, group in enumerate(self.groups):
+            first = group.first_seen(num_blocks, self.block_size)
+            table, copies, held = host_prefix.take(
+                g, self.pools[g], self.swap_space.pools[g], hashes[first:num_blocks]
+            )
+            tables.append(table if group.is_state else [NULL_BLOCK] * first + table)
+            num_null.append(0 if group.is_state else first)
+            self.in_flight += held
+            if overlapped:
+                self._overlapped_copies += copies
+            else:
+                self._copies += copies
+        num_tokens = num_blocks * self.block_size
+        self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, state_tokens=num_tokens)
+        self._arriving.append((request_id, hashes[:num_blocks]))
+
+    def copy_to_host(self, group: int, content: bytes) -> int | None:
+        """Plan to copy a block to host memory while the step runs.
+
+        Returns:
+            The host block, which is lent; None if there is none, or the device does not have the content.
+        """
+        pool = self.pools[group]
+        block = pool.lookup(content)
+        target = None if block is None else self.swap_space.lend(group)
+        if block is None or target is None:
+            return None
+        pool.retain(block)
+        self.in_flight.append((pool, block))
+        self._overlapped_copies.append(CacheCopy("out", group, block, target))
+        return target
+
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
         """Record for the statistics that a sequence of ``num_tokens`` tokens found ``num_hits`` of them cached."""
         self.counts.prefix_queries += num_tokens
@@ -567,6 +629,10 @@ class BlockManager:
         held, self.in_flight = self.in_flight, []
         for pool, block in held:
             pool.release(block)
+        arrived, self._arriving = self._arriving, []
+        for request_id, hashes in arrived:
+            if request_id in self.sequences:
+                self.commit(request_id, hashes, len(hashes) * self.block_size)
 
     def defragment(self) -> int:
         """Move used and cached blocks to the lowest ids, rewrite the tables, and return the number of moved blocks.

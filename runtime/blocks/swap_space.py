@@ -22,21 +22,48 @@ class SwapSpace:
 
     Args:
         num_blocks: blocks for each group of layers; 0 if nothing can be swapped out.
+
+    Attributes:
+        lent: blocks of each group that somebody else reads or writes, in a thread of his own.
     """
 
     def __init__(self, num_blocks: Sequence[int]) -> None:
         self.num_blocks = list(num_blocks)
         # A pool has at least one block; nothing is ever taken from a pool that must not be used.
         self.pools = [BlockPool(max(1, count)) for count in num_blocks]
+        self.lent: list[set[int]] = [set() for _ in num_blocks]
         self._swapped: dict[str, _Swapped] = {}
         self._num_out = 0
         self._num_in = 0
 
     def reset(self) -> None:
-        """Forget all sequences and content."""
-        for pool in self.pools:
+        """Forget all sequences and content; what is lent stays so."""
+        for pool, lent in zip(self.pools, self.lent, strict=True):
             pool.reset()
+            pool.take_these(lent)
         self._swapped.clear()
+
+    def lend(self, group: int) -> int | None:
+        """Return a block without another holder until ``give_back``; None if none is available."""
+        pool = self.pools[group]
+        if not self.num_blocks[group] or not pool.num_available:
+            return None
+        (block,) = pool.take(1)
+        self.lent[group].add(block)
+        return block
+
+    def give_back(self, group: int, block: int, content: bytes | None = None) -> None:
+        """Release a block that was lent.
+
+        Args:
+            group: index of its group.
+            block: it.
+            content: hash of what it holds now; None: nothing that anybody may read.
+        """
+        self.lent[group].remove(block)
+        if content is not None:
+            self.pools[group].commit(block, content)
+        self.pools[group].release(block)
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._swapped

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,11 +24,13 @@ class BlockCopier:
     Attributes:
         copied_bytes: bytes copied to host memory and back so far.
         seconds: duration of these copies.
+        on_copied: called with copies that are made, in the thread that made them.
     """
 
     def __init__(self, kv_cache: KVCache, host_cache: KVCache, group_of_layer: Sequence[int]) -> None:
         self.copied_bytes = 0
         self.seconds = 0.0
+        self.on_copied: Callable[[Sequence[CacheCopy]], None] | None = None
         self._device = _by_group(kv_cache, group_of_layer)
         self._host = _by_group(host_cache, group_of_layer) if host_cache else {}
         self._thread: threading.Thread | None = None
@@ -41,6 +43,8 @@ class BlockCopier:
     def _make(self, copies: Sequence[CacheCopy]) -> None:
         for where, group, sources, targets in _batches(copies):
             self._copy(where, group, sources, targets)
+        if self.on_copied is not None:
+            self.on_copied(copies)
 
     def discard(self, group: int, first: int, end: int) -> None:
         """Discard unused blocks ``first`` to ``end - 1``, so that the OS may reclaim their memory on a CPU."""

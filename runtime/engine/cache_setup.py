@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..autocast import without_autocast
+from ..block_store.entries import FINGERPRINT_SIZE, Seal
+from ..block_store.kinds import open_block_store, read_secret
+from ..block_store.traffic import Traffic
 from ..blocks import BlockGroup, BlockManager
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs, whole_caches
+from ..cache.host_blocks import HostBlocks
 from ..cache.kv_cache import UNSTATED_MODEL_LEN
 from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
 from ..program import Program
@@ -15,6 +21,10 @@ from ..requests.request import Request
 from .engine_options import EngineOptions
 
 logger = logging.getLogger(__name__)
+
+
+DEFAULT_STORE_SPACE = 1 << 30
+"""Most bytes of host memory for blocks from and to a store, unless ``swap_space`` says."""
 
 
 def plan_caches(program: Program, block_size: int, options: EngineOptions, free_memory: int | None) -> CacheCounts:
@@ -40,7 +50,17 @@ def plan_caches(program: Program, block_size: int, options: EngineOptions, free_
         swap_bytes=options.swap_bytes,
     )
     plan = getattr(program, "cache_counts", None)
-    return cache_counts(program.caches, sizes) if plan is None else plan(sizes)  # type: ignore[no-any-return]
+    if plan is not None:
+        return plan(sizes)  # type: ignore[no-any-return]
+    counts = cache_counts(program.caches, sizes)
+    if options.kv_store is None or options.swap_bytes:
+        return counts
+    # Blocks from the store arrive in host memory: by default as much as the caches take, up to a limit.
+    whole = sum(
+        counts.device[spec.group] * (bytes_per_block([spec], block_size) + bytes_per_slot([spec]))
+        for spec in program.caches
+    )
+    return cache_counts(program.caches, replace(sizes, swap_bytes=min(DEFAULT_STORE_SPACE, whole)))
 
 
 def block_groups(program: Program, planned: CacheCounts, block_size: int, options: EngineOptions) -> list[BlockGroup]:
@@ -119,6 +139,38 @@ def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, opt
         # Slots shrink in proportion to blocks.
         unit += bytes_per_slot(program.caches) * counts[-1] // max(counts[:-1] or counts)
     return max(1, least // unit)
+
+
+def open_traffic(
+    program: Program, blocks: BlockManager, host: HostBlocks, options: EngineOptions, fingerprint: bytes | None
+) -> Traffic:
+    """Open the store that the options ask for.
+
+    Args:
+        program: has the layers.
+        blocks: the cache's.
+        host: host memory of blocks.
+        options: name the store.
+        fingerprint: of all that keys and values depend on besides the tokens.
+
+    Raises:
+        ValueError: the store cannot be used, or not with this model.
+    """
+    if fingerprint is None:
+        raise ValueError("kv_store: what computes the blocks has no fingerprint, so nobody could use them; omit it")
+    secret = b"" if options.kv_store_key_file is None else read_secret(options.kv_store_key_file)
+    made_of = hashlib.blake2b(fingerprint, digest_size=FINGERPRINT_SIZE)
+    made_of.update(repr((blocks.block_size, program.caches)).encode())
+    assert options.kv_store is not None
+    store = open_block_store(options.kv_store, Seal(made_of.digest(), secret), options.store_bytes)
+    return Traffic(
+        store,
+        blocks,
+        host.num_heads,
+        host.parts,
+        wait=options.kv_store_wait,
+        stores_all=options.kv_store_write == "all",
+    )
 
 
 def warm_up(program: Program, options: EngineOptions) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TypeVar
@@ -14,6 +15,9 @@ from .state import EngineState
 from .step_runner import StepRunner
 from .submission import Submission
 from .turns import Turns
+
+_STORE_SECONDS = 2.0
+"""Longest time that an engine that is shut down takes to copy blocks for a store."""
 
 Result = TypeVar("Result")
 AnySubmission = TypeVar("AnySubmission", bound=Submission)
@@ -127,13 +131,28 @@ class EngineCore:
             for completion in list(self.state.completions.values()):
                 self.state.end(completion, "cancelled")
             self.steps.settle_if_idle()
+            self._store_all()
         self._is_shut_down = True
         self.steps.close()
         close = getattr(self.state.runner.program, "close", None)
         del self.state.runner
         self.state.drafting = self.state.batcher.planner.drafting = None
+        self.state.traffic = self.state.batcher.planner.traffic = None
         if close is not None:
             close()
+
+    def _store_all(self) -> None:
+        """Copy what waits to be stored, as far as that takes little time, and close the store."""
+        traffic = self.state.traffic
+        if traffic is None:
+            return
+        end = time.perf_counter() + _STORE_SECONDS
+        self.steps.store_when_idle()
+        while traffic.has_copies and time.perf_counter() < end:
+            time.sleep(0.001)
+            self.steps.store_when_idle()
+        self.steps.copier.join()
+        traffic.close()
 
     def run_step(self) -> list[Submission]:
         """Run one model step; returns the submissions that progressed or ended.
@@ -147,6 +166,7 @@ class EngineCore:
             with self.transaction:
                 progressed: list[Submission] = []
                 self.steps.run_step(progressed)
+                self.steps.store_when_idle()
             return progressed
         except Exception as error:
             if (reason := lost_reason(error)) is None:
@@ -252,9 +272,12 @@ class EngineCore:
             return blocks.defragment()
 
     def forget_prefixes(self) -> None:
-        """Forget all cached prefixes."""
+        """Forget all cached prefixes, and use no store any more: the weights may have changed."""
         with self.transaction:
             self.state.batcher.block_manager.forget_prefixes()
+            if self.state.traffic is not None:
+                self.steps.copier.join()
+                self.state.traffic.stop()
 
     def profile(self, reset: bool) -> Profile:
         """Times since the engine was made or the last reset."""
@@ -275,6 +298,7 @@ class EngineCore:
                 **state.step_sizes.stats(),
                 **self.steps.stats(),
                 **({} if state.drafting is None else state.drafting.stats()),
+                **({} if state.traffic is None else state.traffic.stats()),
                 **getattr(state.runner.program, "graph_stats", dict)(),
                 "computed_tokens": state.num_computed_tokens,
                 "generated_tokens": state.num_generated_tokens,

@@ -13,11 +13,12 @@ from ..batching.cache_events import CacheEvents
 from ..blocks import BlockManager
 from ..cache.block_copier import BlockCopier
 from ..cache.cache_specs import bytes_per_block, bytes_per_slot, whole_caches
+from ..cache.host_blocks import HostBlocks
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.state_pool import snapshot_interval
 from ..memory import keep_freed_memory
 from ..profiling.profile import Profile
-from ..program import Program, TappedProgram
+from ..program import KVCache, Program, TappedProgram
 from ..requests.detokenizer import Tokenizer
 from ..requests.outputs import RequestOutput
 from ..requests.sampling_params import SamplingParams
@@ -25,7 +26,7 @@ from ..requests.validation import PromptLimits
 from ..sampling.sampler import Sampler
 from ..speculation.config import drafts_with_head, planned_drafts
 from ..speculation.mtp import MtpProgram
-from .cache_setup import block_groups, key_variant, longest_sequence, plan_caches, warm_up
+from .cache_setup import block_groups, key_variant, longest_sequence, open_traffic, plan_caches, warm_up
 from .core import EngineCore, Result
 from .draft_setup import make_drafting, share_of_memory
 from .engine_options import DEFAULT_BLOCK_SIZE, EngineOptions
@@ -49,6 +50,7 @@ class EngineBase:
         batches: to form batches that run to their end, for comparison; None: continuous batching.
         before_step: called where a step is about to be planned.
         draft_program: the compiled draft model, or head, that ``speculative_config`` asks for; on the same device.
+        fingerprint: of all that keys and values depend on besides the tokens, for ``kv_store``; None: not known.
         sizes: of the KV cache and of steps, and how to schedule: the fields of ``EngineOptions``.
 
     Raises:
@@ -66,6 +68,7 @@ class EngineBase:
         batches: Batches | None = None,
         before_step: Callable[[], None] = lambda: None,
         draft_program: Program | None = None,
+        fingerprint: bytes | None = None,
         **sizes: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -113,13 +116,27 @@ class EngineBase:
             program.caches, [count + spare for count in planned.device], block_size, program.device
         )
         stored = [group.num_host_blocks for group in groups]
-        host = allocate_kv_cache(program.caches, stored, block_size) if min(stored) else []
+        host: KVCache = []
+        if options.kv_store is not None:
+            if program.device.type != "cpu" or program.block_size or hasattr(program, "start_again"):
+                raise ValueError("kv_store works with one process on a CPU only; omit it")
+            if not min(stored):
+                raise ValueError(f"swap_space={options.swap_space!r} holds no block from kv_store; raise it to 1GiB")
+            host_blocks = HostBlocks(program.caches, stored, block_size)
+            host = host_blocks.cache
+            self.batcher.planner.traffic = traffic = open_traffic(
+                program, self.block_manager, host_blocks, options, fingerprint
+            )
+        elif min(stored):
+            host = allocate_kv_cache(program.caches, stored, block_size)
         self.runner = ModelRunner(program, cache, block_size, options.max_num_seqs, max_model_len)
         warm_up(program, options)
         self.sampler = Sampler(sorted(self.eos_token_ids))
         make_copier = getattr(program, "copier", BlockCopier)
         copier = make_copier(cache, host, [spec.group for spec in program.caches])
         state = EngineState(self.batcher, self.runner, cost)
+        if options.kv_store is not None:
+            state.traffic, copier.on_copied = traffic, traffic.note_copied
         runs_ahead = program.device.type == "npu" if options.async_scheduling is None else options.async_scheduling
         kind: type[StepRunner] = LookAhead if runs_ahead else StepRunner
         if getattr(program, "num_stages", 1) > 1 and options.async_scheduling is not False:
@@ -187,6 +204,7 @@ class EngineBase:
             where steps run as whole graphs, on an NPU, ``graph_sizes`` that are ready, ``graph_sizes_dropped`` and
             ``operator_steps``; with several ranks ``ranks``, ``rank_restarts`` and
             ``collective_seconds`` that the first rank spent in exchanges; with drafts those of ``Drafting.stats``;
+            with ``kv_store`` those of ``Traffic.stats``;
             and the block manager's figures, see ``blocks.inspection.stats``, among them
             ``blocks_total``, ``blocks_used``, ``blocks_cached``, ``blocks_free`` (used + cached + free = total at
             every moment), ``prefix_hit_rate``, ``evictions``; of models with state also ``state_slots_total``,

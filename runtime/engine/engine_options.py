@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..block_store.kinds import check_address
 from ..option import option
 from ..requests.checks import check_at_least, check_bool
 from ..speculation.config import read_speculative_config
@@ -16,6 +17,8 @@ DEFAULT_BLOCK_SIZE = 32
 
 
 NPU_WARMUPS = ("full", "lazy")
+KV_STORE_WRITES = ("reused", "all")
+MOST_STORE_WAIT = 60
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -59,6 +62,14 @@ class EngineOptions:
             tokens stay the same. See ``speculation.config.SpeculativeConfig``. None: only what
             ``draft_forced_tokens`` says.
         draft_forced_tokens: verify in one step the tokens that a grammar of ``structured_outputs`` forces.
+        kv_store: where blocks are kept for later engines and others: ``"folder:///path"`` or ``"valkey://host:6379"``
+            (``valkeys://`` for TLS). None: nowhere.
+        kv_store_size: most bytes in such a folder, or as ``"100GiB"``. None: 16 GiB, or a tenth of what is free.
+        kv_store_key_file: file with a secret of 16 to 64 bytes that seals the entries; who does not have it can
+            neither make nor change one. None: the seal finds accidents only.
+        kv_store_wait: most seconds that a request that could run waits for its blocks from the store.
+        kv_store_write: the blocks that are stored: ``"reused"``, those that two requests have asked for, or
+            ``"all"``.
 
     Raises:
         ValueError: a value out of range, or a name that there is not.
@@ -84,6 +95,11 @@ class EngineOptions:
         None, 'Several tokens a step, e.g. {"method": "suffix"}, "ngram", "draft_model" or "mtp".'
     )
     draft_forced_tokens: bool = option(True, "Compute tokens that a grammar forces one by one.")
+    kv_store: str | None = option(None, "Keep KV blocks in folder:///path or valkey://host:6379.")
+    kv_store_size: int | str | None = option(None, "Most bytes of that folder, e.g. 100GiB.")
+    kv_store_key_file: str | None = option(None, "File with the secret that seals stored blocks.")
+    kv_store_wait: float = option(0.2, "Seconds that a request waits for stored blocks.")
+    kv_store_write: str = option("reused", "Store reused (asked for twice) or all blocks.")
 
     def __post_init__(self) -> None:
         from ..batching import make_policy, preemption_mode  # costs a command that only shows its help too much
@@ -108,8 +124,24 @@ class EngineOptions:
                 f"num_blocks={self.num_blocks} and kv_cache_memory={self.kv_cache_memory!r} both size the KV cache; "
                 "give one of them"
             )
-        for size in ("cache_bytes", "min_cache_bytes", "swap_bytes"):
+        for size in ("cache_bytes", "min_cache_bytes", "swap_bytes", "store_bytes"):
             getattr(self, size)  # raises for what cannot be read
+        self._check_store()
+
+    def _check_store(self) -> None:
+        wait = self.kv_store_wait
+        if type(wait) not in (int, float) or not 0 <= wait <= MOST_STORE_WAIT:
+            raise ValueError(
+                f"kv_store_wait={wait!r} is not a number of seconds from 0 to {MOST_STORE_WAIT}; give one"
+            )
+        if self.kv_store_write not in KV_STORE_WRITES:
+            known = " or ".join(map(repr, KV_STORE_WRITES))
+            raise ValueError(f"kv_store_write={self.kv_store_write!r} is unknown; use {known}")
+        if self.kv_store is None:
+            return
+        check_address(self.kv_store)
+        if not self.enable_prefix_caching:
+            raise ValueError("kv_store needs enable_prefix_caching=True, which finds the blocks; omit one of them")
 
     @property
     def cache_bytes(self) -> int | None:
@@ -121,6 +153,11 @@ class EngineOptions:
         """Bytes that ``min_kv_cache_memory`` stands for."""
         least = self.min_kv_cache_memory
         return None if least is None else parse_memory(least, "min_kv_cache_memory")
+
+    @property
+    def store_bytes(self) -> int | None:
+        """Bytes that ``kv_store_size`` stands for."""
+        return None if self.kv_store_size is None else parse_memory(self.kv_store_size, "kv_store_size")
 
     @property
     def swap_bytes(self) -> int:

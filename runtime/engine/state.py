@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import get_args
 
 from ..batching import Batcher, PreemptionCost, ScheduledRequest
+from ..block_store.traffic import Traffic
 from ..profiling.profiler import Profiler
 from ..requests.request import FinishReason, Request, RequestStatus
 from ..speculation.drafting import Drafting
@@ -32,6 +33,7 @@ class EngineState:
         cost: estimates the cost of preemption from the durations of steps and copies.
         profiler: gets the marks of the phases of a step.
         drafting: plans drafts; None: there are none.
+        traffic: fetches and stores blocks; None: nothing is stored.
         submissions: by id; those of ``generate`` and ``stream`` until they end, others until their last
             output has been given to the caller.
         completions: the unfinished ones, by the id of their request.
@@ -47,6 +49,7 @@ class EngineState:
     cost: PreemptionCost
     profiler: Profiler = field(default_factory=Profiler)
     drafting: Drafting | None = None
+    traffic: Traffic | None = None
     submissions: dict[str, Submission] = field(default_factory=dict)
     completions: dict[str, Completion] = field(default_factory=dict)
     updated: dict[str, Submission] = field(default_factory=dict)

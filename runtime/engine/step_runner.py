@@ -18,6 +18,9 @@ from .step_computer import StepComputer
 from .step_output import SampleTask, StepOutput
 from .submission import Completion, Submission
 
+_STORE_SECONDS = 0.005
+"""Longest wait for blocks from a store before it is planned again, where nothing else can run."""
+
 
 class StepRunner:
     """Runs the steps of an engine, each settled before the next is planned.
@@ -83,6 +86,7 @@ class StepRunner:
         state = self.state
         if not state.batcher.has_unfinished():
             return None
+        self.copier.join()  # what was begun when there was nothing to run
         state.profiler.begin_step()
         schedule = state.batcher.schedule(started)
         while schedule.expired:
@@ -95,7 +99,21 @@ class StepRunner:
             if not state.batcher.has_unfinished():
                 return None
             schedule = state.batcher.schedule(started)
+        if not schedule.requests and state.traffic is not None and not self.is_under_way:
+            state.traffic.wait(_STORE_SECONDS)
         return schedule if schedule.requests else None
+
+    def store_when_idle(self) -> None:
+        """Begin to copy blocks that are to be stored, if there is no step beside which they could be copied."""
+        state = self.state
+        if state.traffic is None or state.batcher.has_unfinished() or self.is_under_way:
+            return
+        self.copier.join()
+        state.batcher.block_manager.finish_copies()
+        state.traffic.take_arrived()
+        state.traffic.plan_copies()
+        copies, overlapped, _ = state.batcher.block_manager.take_changes()
+        self.copier.start([*copies, *overlapped])
 
     def run(
         self,

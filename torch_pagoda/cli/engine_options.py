@@ -27,6 +27,7 @@ ENGINE_PANELS = (
         "enable_prefix_caching policy preemption swap_space async_scheduling npu_warmup "
         "speculative_config draft_forced_tokens",
     ),
+    ("KV store", "kv_store kv_store_size kv_store_key_file kv_store_wait kv_store_write"),
     ("Compiler", "verify codegen npu_options static_decode schedule skip_pass only_pass"),
     ("", "trust_remote_code"),
 )

@@ -1,0 +1,68 @@
+"""The fingerprint of what computes KV blocks: who has the same one may read them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from .checkpoint.loading import checkpoint_files
+from .compiler import CompileOptions
+from .compiler.warm_start.identity import environment
+from .options import LoadOptions
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_RANKS = ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size", "enable_expert_parallel")
+
+
+def block_fingerprint(
+    model: str | os.PathLike[str] | PreTrainedModel, loading: LoadOptions, compiling: CompileOptions
+) -> bytes:
+    """Return a digest of all that keys and values depend on besides tokens and sizes of the cache.
+
+    That is every byte of the weights, what their files say of the model, options, versions, the processor's kernels
+    and our sources.
+
+    Args:
+        model: as for ``LLM``.
+        loading: how it is loaded.
+        compiling: how it is compiled.
+
+    Raises:
+        ValueError: it has no fingerprint, or ``kv_store`` does not support an option.
+    """
+    for name in _RANKS[:2]:
+        if (size := getattr(compiling, name)) != 1:
+            raise ValueError(f"kv_store does not support {name}={size}; omit one of them")
+    if compiling.target != "cpu":
+        raise ValueError(f"kv_store does not support target={compiling.target!r}, only CPUs; omit one of them")
+    if compiling.patterns:
+        raise ValueError("kv_store does not support patterns, which have no name that outlives the process; omit one")
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            "kv_store needs a checkpoint, whose bytes identify the model; save the module and pass its path"
+        )
+    if loading.gguf_file is not None:
+        model = os.path.join(model, loading.gguf_file)
+    files = checkpoint_files(model, loading.dtype)
+    if files is None:
+        raise ValueError(
+            f"kv_store does not support model={os.fspath(model)!r}; use safetensors or GGUF files of a class of "
+            "transformers' own that are stored as they are served"
+        )
+    digest = hashlib.blake2b(digest_size=16)
+    options = {f.name: getattr(compiling, f.name) for f in fields(compiling) if f.name not in _RANKS}
+    digest.update(repr((environment(), sorted(files.texts.items()), str(files.dtype), options)).encode())
+    with ThreadPoolExecutor() as threads:
+        for content in threads.map(_file_digest, files.weights):
+            digest.update(content)
+    return digest.digest()
+
+
+def _file_digest(path: str) -> bytes:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()
