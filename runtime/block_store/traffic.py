@@ -28,6 +28,19 @@ _MOST_REMEMBERED = 1 << 16
 _DRAIN_SECONDS = 5.0
 
 
+FIGURES = {
+    "kv_store_hits": "Blocks read from the KV store.",
+    "kv_store_misses": "Blocks of prompts that neither the KV store nor the engine had.",
+    "kv_store_failed_loads": "Blocks that the KV store had and that could not be read.",
+    "kv_store_damaged": "Entries of the KV store that were torn, changed or somebody else's.",
+    "kv_store_read_bytes": "Bytes read from the KV store.",
+    "kv_store_written_bytes": "Bytes written to the KV store.",
+    "kv_store_dropped_fetches": "Requests whose blocks were not fetched: the KV store or memory was busy.",
+    "kv_store_dropped_writes": "Blocks that were not stored: the KV store was too slow, or they were gone.",
+}
+"""Figure of ``Traffic.stats`` → what it counts."""
+
+
 class Traffic:
     """Moves blocks between a store and the host blocks of one engine.
 
@@ -45,7 +58,7 @@ class Traffic:
         stores_all: store all blocks, not only those that at least two requests have asked for.
 
     Attributes:
-        figures: counts for ``Engine.stats``.
+        figures: counts of ``stats`` that nobody else keeps.
     """
 
     def __init__(
@@ -91,7 +104,7 @@ class Traffic:
         if all(len(here) == len(fetch.hashes) for here in fetch.here):
             return
         if self._reader.num_asked >= _MOST_FETCHES or self._is_stalled():
-            self.figures["dropped_fetches"] += 1
+            self.figures["kv_store_dropped_fetches"] += 1
             return
         self._fetches[request] = fetch
         self._reader.ask(fetch)
@@ -130,16 +143,14 @@ class Traffic:
         while self._writer.written:
             group, block, content = self._writer.written.popleft()
             self._num_writing[group] -= 1
-            self._blocks.swap_space.give_back(group, block)
-            if not self._is_stopped:
-                self._stored[group, content] = None
+            self._blocks.swap_space.give_back(group, block, None if self._is_stopped else content)
         _forget_oldest(self._stored)
 
     def _lend(self, fetch: Fetch) -> None:
         """Give a fetch that knows what the store has host blocks to read it into."""
         space = self._blocks.swap_space
         absent = fetch.hashes[fetch.num_blocks :]
-        self.figures["misses"] += len(absent)
+        self.figures["kv_store_misses"] += len(absent)
         for content in absent:
             for g in range(len(self._blocks.groups)):
                 self._stored.pop((g, content), None)
@@ -149,7 +160,7 @@ class Traffic:
             for g, count in Counter(g for _, g in wanted).items()
         )
         if not wanted or not fits:
-            self.figures["dropped_fetches"] += not fits
+            self.figures["kv_store_dropped_fetches"] += not fits
             fetch.is_over = True
             return
         for i, g in wanted:
@@ -170,7 +181,7 @@ class Traffic:
             if not fetch.is_cancelled:
                 self._blocks.swap_space.pools[g].commit(block, content)
             self._stored[g, content] = None
-        self.figures["hits"] += count - fetch.num_published
+        self.figures["kv_store_hits"] += count - fetch.num_published
         fetch.num_published = count
 
     def _give_back(self, fetch: Fetch) -> None:
@@ -192,7 +203,7 @@ class Traffic:
                 if (g, content) in self._stored or pool.lookup(content) is None:
                     continue
                 if len(self._queue) >= _MOST_QUEUED:
-                    self.figures["dropped_writes"] += 1
+                    self.figures["kv_store_dropped_writes"] += 1
                     continue
                 self._stored[g, content] = None
                 self._queue.append((g, content))
@@ -212,7 +223,7 @@ class Traffic:
         block = self._blocks.copy_to_host(group, content)
         if block is None:
             self._stored.pop((group, content), None)
-            self.figures["dropped_writes"] += 1
+            self.figures["kv_store_dropped_writes"] += 1
             return True
         self._num_writing[group] += 1
         self._copying[group, block] = content
@@ -263,16 +274,14 @@ class Traffic:
 
     def stats(self) -> dict[str, int]:
         """Figures since the engine was made, for ``Engine.stats``."""
-        return {
-            "kv_store_hits": self.figures["hits"],
-            "kv_store_misses": self.figures["misses"],
+        found = {
+            **self.figures,
             "kv_store_failed_loads": self._reader.num_failed,
             "kv_store_damaged": self._store.num_damaged,
             "kv_store_read_bytes": self._reader.num_bytes,
             "kv_store_written_bytes": self._writer.num_bytes,
-            "kv_store_dropped_fetches": self.figures["dropped_fetches"],
-            "kv_store_dropped_writes": self.figures["dropped_writes"],
         }
+        return {name: found.get(name, 0) for name in FIGURES}
 
     def _is_stalled(self) -> bool:
         since = self._reader.busy_since

@@ -65,7 +65,7 @@ class HostBlocks:
     def parts(self, group: int, block: int) -> list[memoryview]:
         """Return the bytes of a block, a piece for each head."""
         rows = self._bytes[group][block]
-        return [memoryview(rows[head, :size].numpy()) for head, size in enumerate(self._sizes[group])]
+        return [rows[head, :size].numpy().data for head, size in enumerate(self._sizes[group])]
 
 
 def _num_heads(spec: AnySpec) -> int:

@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 TIERS = ("quick", "process", "whole", "npu", "grid")
-OWN = ("slow", "torchair", "sanitize", "aarch64", "acceptance", "formats", "cuda")
+OWN = ("slow", "torchair", "sanitize", "aarch64", "acceptance", "formats", "cuda", "fleet")
 """Tiers whose tests are marked by hand, since they need what a machine may lack, or hours."""
 
 LARGE = 8

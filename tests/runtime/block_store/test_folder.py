@@ -18,7 +18,9 @@ KEYS = [entry_key(bytes([i]) * 16, 0, 0) for i in range(8)]
 CONTENTS = [bytes([i, 255 - i]) * 32 for i in range(8)]
 
 
-def store_in(folder: Path, size: int | None = None, secret: bytes = b"", fingerprint: bytes = b"f" * 16) -> FolderStore:
+def store_in(
+    folder: Path, size: int | None = None, secret: bytes = b"", fingerprint: bytes = b"f" * 16
+) -> FolderStore:
     return FolderStore(folder, Seal(fingerprint, secret), size)
 
 

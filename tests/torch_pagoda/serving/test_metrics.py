@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from toy_state_program import ToyStateProgram
 
+from torch_pagoda.runtime.block_store.traffic import FIGURES
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.serving.engine_process.wire import RequestTimes
 from torch_pagoda.serving.monitoring.histogram import Histogram, one_two_five
@@ -180,6 +181,13 @@ def test_ranks_are_counted_where_there_are_several():
     of_ranks = {"pagoda:ranks": 2, "pagoda:rank_restarts_total": 3}
     assert names == {**of_ranks, "pagoda:collective_seconds_total": 1.5}
     assert not [name for name, _ in values(served(**toy_engine().stats())) if "rank" in name]
+
+
+def test_a_kv_store_is_counted_where_there_is_one():
+    figures = dict.fromkeys(FIGURES, 0) | {"kv_store_hits": 5, "kv_store_read_bytes": 7}
+    found = {name: amount for (name, _), amount in values(served(**figures)).items() if "kv_store" in name}
+    assert found == {f"pagoda:{name}_total": amount for name, amount in figures.items()}
+    assert not [name for name, _ in values(served(**toy_engine().stats())) if "kv_store" in name]
 
 
 def test_drafts_are_counted_by_vllms_names():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ...runtime.block_store.traffic import FIGURES as STORE_FIGURES
 from ...runtime.engine.step_sizes import FIGURES
 from ...runtime.engine.synchronous_steps import REASONS
 from ...runtime.speculation.drafting import ACCEPTED_BY_PLACE, LIMITS
@@ -22,6 +23,7 @@ COUNTERS = frozenset(
         *ACCEPTED_BY_PLACE,
         *("draft_rows_filled", "drafters_failed"),
         *(f"undrafted_{reason}" for reason in LIMITS),
+        *STORE_FIGURES,
     }
 )
 """Keys of ``Engine.stats`` that only grow."""

@@ -13,6 +13,7 @@ from prometheus_client.core import (
     SummaryMetricFamily,
 )
 
+from ...runtime.block_store.traffic import FIGURES as STORE_FIGURES
 from ...runtime.engine.step_sizes import FIGURES
 from ...runtime.speculation.drafting import ACCEPTED_BY_PLACE
 from .histogram import Histogram
@@ -135,6 +136,8 @@ def own_families(stats: Stats) -> Iterable[Metric]:
         "Restarts of the engine.",
         [({}, stats.get("restarts", 0))],
     )
+    for name, text in STORE_FIGURES.items() if "kv_store_hits" in stats else ():
+        yield labeled(CounterMetricFamily, f"pagoda:{name}", text, [({}, stats[name])])
     if ranks := stats.get("ranks", 0):
         yield labeled(GaugeMetricFamily, "pagoda:ranks", "Processes that run the model together.", [({}, ranks)])
         yield labeled(

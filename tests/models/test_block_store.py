@@ -1,0 +1,97 @@
+"""Whole models over a store of blocks: a later start takes what an earlier one has computed, and no token changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torch_pagoda import LLM, SamplingParams
+from torch_pagoda.runtime.block_store import traffic as traffic_module
+
+from hf_reference import forced
+from tiny_models import build_tiny_model
+
+MODELS = {
+    "dense": ("llama", {}),
+    "windows": ("gemma3_text", {}),
+    "sinks": ("gpt_oss", {}),
+    "latents": ("deepseek_v3", {}),
+    "indexer": ("deepseek_v32", {}),
+    "experts": ("mixtral", {}),
+    "states": ("qwen3_5_text", {}),
+    "states alone": ("mamba", {}),
+    "int8": ("llama", {"kv_cache_dtype": "int8"}),
+}
+LENGTHS = (101, 83)
+
+
+@pytest.fixture(autouse=True)
+def patience(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However loaded the machine is."""
+    monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
+
+
+def served(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], list[int]]:
+    """Tokens, and numbers of cached tokens, of a start that keeps its blocks beside the checkpoint."""
+    llm = LLM(
+        path / "model",
+        **{"block_size": 4, "num_blocks": 512, "max_num_batched_tokens": 64, "max_model_len": 256},
+        **{"kv_store": f"folder://{path}/kv", "kv_store_write": "all", "kv_store_wait": 30.0, **options},
+    )
+    try:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=8, temperature=0, ignore_eos=True))
+        llm.batcher.check()
+    finally:
+        llm.shutdown()
+    return [output.outputs[0].token_ids for output in outputs], [output.num_cached_tokens for output in outputs]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_a_later_start_takes_all_full_blocks(kind: str, tmp_path: Path) -> None:
+    name, options = MODELS[kind]
+    model = build_tiny_model(name)
+    model.save_pretrained(tmp_path / "model")
+    prompts = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+    tokens, _ = served(tmp_path, prompts, **options)
+    again, cached = served(tmp_path, prompts, **options)
+    assert again == tokens and cached == [(length - 1) // 4 * 4 for length in LENGTHS]
+    if not options:
+        assert [forced(model, prompt, own).tokens for prompt, own in zip(prompts, tokens, strict=True)] == tokens
+
+
+def test_other_weights_find_nothing(tmp_path: Path) -> None:
+    prompt = list(range(3, 50))
+    model = build_tiny_model("llama")
+    for k in range(2):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[5, 7] += k  # not among the samples that tell programs apart
+        model.save_pretrained(tmp_path / "model")
+        tokens, cached = served(tmp_path, [prompt])
+        assert cached == [0] and tokens == [forced(model, prompt, tokens[0]).tokens]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
+        ({"target": "npu"}, "target='npu'"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_refused(options: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"kv_store does not support {reason}"):
+        LLM(tmp_path, kv_store=f"folder://{tmp_path}/kv", **options)
+
+
+def test_a_live_module_and_unknown_files_have_no_fingerprint(tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    with pytest.raises(ValueError, match="save the module"):
+        LLM(model, kv_store=f"folder://{tmp_path}/kv")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="use safetensors or GGUF files"):
+        LLM(tmp_path, kv_store=f"folder://{tmp_path}/kv")
