@@ -18,10 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from random_llama import VOCAB_SIZE, greedy, random_llama, warm_up
 
 from torch_pagoda import LLM
-
-from random_llama import VOCAB_SIZE, greedy, random_llama, warm_up
 
 _STEPS = 25
 """Steps of a turn."""

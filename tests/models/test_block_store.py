@@ -29,7 +29,7 @@ LENGTHS = (101, 83)
 
 
 @pytest.fixture(autouse=True)
-def patience(two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However loaded the machine is."""
     monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
 

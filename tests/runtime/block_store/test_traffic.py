@@ -6,12 +6,13 @@ import logging
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from stored_blocks import FailingStore, answers, cached, generate, store_engine, traffic
 from toy_state_program import ToyStateProgram
 
@@ -33,9 +34,13 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However loaded the machine is."""
+def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """However loaded the machine is; and threads for tiny products only wait for each other."""
     monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=PROGRAMS)
