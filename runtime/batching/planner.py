@@ -124,7 +124,9 @@ class Planner:
             # The only runnable requests wait for copies: make these first.
             self.blocks.copy_before_step()
             self._fill(plan)
-        while not (plan.planned or self.in_flight) and (paused := [r for r in self.queues.running if r.is_paused]):
+        while not (plan.planned or self.in_flight or self.waits_for_blocks) and (
+            paused := [r for r in self.queues.running if r.is_paused]
+        ):
             # No request can progress while they hold blocks and count towards max_num_seqs.
             self._preempt(paused[-1], plan)
             self._fill(plan)

@@ -34,7 +34,7 @@ def check_address(address: str) -> SplitResult:
         if not parts.hostname or port == 0 or parts.query or parts.fragment:
             raise ValueError(f"kv_store: the {parts.scheme} address names no server; use {parts.scheme}://host:6379")
     else:
-        raise ValueError(f"kv_store={parts.scheme + ':…' if parts.scheme else address!r} is unknown; use {_FORMS}")
+        raise ValueError(f"kv_store: the kind of store {parts.scheme!r} is unknown; use {_FORMS}")
     return parts
 
 

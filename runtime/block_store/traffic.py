@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import time
 import weakref
@@ -84,10 +85,11 @@ class Traffic:
         self._considered: dict[Request, int] = {}  # leading blocks that were queued for the store, or not
         self._queue: deque[tuple[int, bytes]] = deque()
         self._copying: dict[tuple[int, int], bytes] = {}
-        self._is_stopped = self._was_stalled = False
+        self._is_stopped = self._is_closed = self._was_stalled = False
         self._reader.start()
         self._writer.start()
         weakref.finalize(self, _close, self._reader, self._writer)
+        atexit.register(_drain, weakref.ref(self))
 
     def begin(self, request: Request, hashes: Sequence[bytes]) -> None:
         if self._is_stopped or not hashes:
@@ -208,8 +210,8 @@ class Traffic:
                 self._stored[g, content] = None
                 self._queue.append((g, content))
 
-    def plan_copies(self) -> None:
-        for _ in range(_COPIES_A_STEP):
+    def plan_copies(self, most: int = _COPIES_A_STEP) -> None:
+        for _ in range(most):
             if not self._queue or not self._plan_copy():
                 return
 
@@ -265,7 +267,9 @@ class Traffic:
 
     def close(self) -> None:
         """Let go of the store, when what was given to the thread that writes is written, or soon."""
-        self._is_stopped = True
+        if self._is_closed:
+            return
+        self._is_stopped = self._is_closed = True
         _close(self._reader, self._writer)
         self._writer.join(_DRAIN_SECONDS)
         self._reader.join(0.1)
@@ -290,6 +294,12 @@ class Traffic:
             logger.warning("the KV store does not answer; requests are computed without it")
         self._was_stalled = is_stalled
         return is_stalled
+
+
+def _drain(traffic: weakref.ref[Traffic]) -> None:
+    """Give what is being written a little time where nobody has closed the store before the process ends."""
+    if (open_one := traffic()) is not None:
+        open_one.close()
 
 
 def _close(*threads: Reader | Writer) -> None:

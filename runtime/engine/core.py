@@ -268,6 +268,7 @@ class EngineCore:
         """Move blocks to the front with the next step; returns how many. No step is under way."""
         blocks = self.state.batcher.block_manager
         with self.transaction:
+            self.steps.copier.join()
             blocks.finish_copies()
             return blocks.defragment()
 

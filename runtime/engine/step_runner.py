@@ -22,6 +22,10 @@ _STORE_SECONDS = 0.005
 """Longest wait for blocks from a store before it is planned again, where nothing else can run."""
 
 
+_COPIES_WHEN_IDLE = 512
+"""Most blocks that are copied for a store at once where no step runs beside."""
+
+
 class StepRunner:
     """Runs the steps of an engine, each settled before the next is planned.
 
@@ -111,7 +115,7 @@ class StepRunner:
         self.copier.join()
         state.batcher.block_manager.finish_copies()
         state.traffic.take_arrived()
-        state.traffic.plan_copies()
+        state.traffic.plan_copies(_COPIES_WHEN_IDLE)
         copies, overlapped, _ = state.batcher.block_manager.take_changes()
         self.copier.start([*copies, *overlapped])
 

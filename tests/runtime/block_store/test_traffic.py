@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch_pagoda.runtime.block_store import traffic as traffic_module
 from torch_pagoda.runtime.block_store.entries import Seal, entry_key
 from torch_pagoda.runtime.engine import cache_setup
 
+from batcher_steps import make_batcher, make_request
 from toy_program import ToyProgram
 
 PROMPT = random.Random(1).choices(range(3, 60), k=81)
@@ -199,6 +201,10 @@ def test_whoever_waits_too_long_is_computed(
     assert [answers(engine, [prompt]) for prompt in PROMPTS] == [[tokens] for tokens in expected]
     assert engine.stats()["kv_store_hits"] == 0
     engine.batcher.check()
+    engine._core._recover()
+    space = engine.block_manager.swap_space
+    assert any(space.lent), "the thread still writes into these"
+    assert all(pool.is_held(block) for pool, own in zip(space.pools, space.lent, strict=True) for block in own)
     is_let_go.append(True)
     end = time.monotonic() + 30
     while any(engine.block_manager.swap_space.lent) and time.monotonic() < end:
@@ -305,6 +311,19 @@ def test_a_full_queue_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert engine.stats()["kv_store_dropped_writes"] == 17
     engine.shutdown()
     assert 0 < len(entries(tmp_path)) < 40
+
+
+def test_what_is_only_launched_is_not_stored() -> None:
+    batcher, request = make_batcher(num_blocks=8, block_size=2, budget=16), make_request("a", prompt=9, max_tokens=2)
+    batcher.planner.traffic = noted = mock.Mock(**{"is_awaited.return_value": False})
+    batcher.block_manager.swap_space.num_blocks = [0]
+    batcher.add(request)
+    batcher.schedule()
+    batcher.launch(request, 9, 1)
+    noted.settled.assert_not_called()
+    request.output_token_ids.append(5)
+    batcher.settle(request, 9, 1)
+    noted.settled.assert_called_once_with(request, 9)
 
 
 def test_seals_of_entries_differ() -> None:

