@@ -10,6 +10,7 @@ import torch
 
 from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.block_store import traffic as traffic_module
+from torch_pagoda.runtime.engine import core
 
 from hf_reference import forced
 from tiny_models import build_tiny_model
@@ -32,6 +33,8 @@ LENGTHS = (101, 83)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """However loaded the machine is."""
     monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
+    monkeypatch.setattr(traffic_module, "_DRAIN_SECONDS", 60.0)
+    monkeypatch.setattr(core, "_STORE_SECONDS", 60.0)
 
 
 def served(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], list[int]]:
