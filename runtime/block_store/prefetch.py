@@ -39,6 +39,7 @@ class Fetch:
         num_read: of these, how many leading ones were read.
         num_published: of these, how many can be found.
         is_over: nothing more is coming.
+        is_taken: and what came can be found.
         is_cancelled: nobody wants it any more.
     """
 
@@ -51,6 +52,7 @@ class Fetch:
     num_read: int = 0
     num_published: int = 0
     is_over: bool = False
+    is_taken: bool = False
     is_cancelled: bool = False
 
 

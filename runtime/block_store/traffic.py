@@ -113,7 +113,7 @@ class Traffic:
 
     def is_awaited(self, request: Request, now: float) -> bool:
         fetch = self._fetches.get(request)
-        if fetch is None or fetch.is_over:
+        if fetch is None or fetch.is_taken:
             return False
         if fetch.since is None:
             fetch.since = now
@@ -136,10 +136,12 @@ class Traffic:
         self._reader.has_news.clear()
         while self._reader.news:
             fetch = self._reader.news.popleft()
+            was_over = fetch.is_over  # first: the thread may go on meanwhile
             if not fetch.is_cancelled and not fetch.is_over and not fetch.blocks:
                 self._lend(fetch)
             else:
                 self._publish(fetch)
+            fetch.is_taken = fetch.is_taken or was_over
             if fetch.is_over and fetch.is_cancelled:
                 self._give_back(fetch)
         while self._writer.written:
@@ -163,7 +165,7 @@ class Traffic:
         )
         if not wanted or not fits:
             self.figures["kv_store_dropped_fetches"] += not fits
-            fetch.is_over = True
+            fetch.is_over = fetch.is_taken = True
             return
         for i, g in wanted:
             block = space.lend(g)

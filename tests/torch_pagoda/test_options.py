@@ -52,6 +52,8 @@ GIVEN: dict[str, Any] = {
     "pipeline_parallel_size": 2,
     **{"expert_parallel_size": 1, "enable_expert_parallel": False},
     **{"speculative_config": {"method": "suffix"}, "draft_forced_tokens": False},
+    **{"kv_store": "folder:///kv", "kv_store_size": 8, "kv_store_key_file": "key"},
+    **{"kv_store_wait": 1.5, "kv_store_write": "all"},
     **{"tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher", "worker_restarts": 1},
     **{"step_timeout": 20.0},
 }

@@ -306,6 +306,24 @@ def test_a_failed_step_stores_nothing(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
+def test_what_was_read_while_a_step_is_planned_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fetch that ends behind the moment at which arrivals are taken is not over for the request."""
+    fill(ToyProgram, tmp_path, [PROMPT])
+    engine = store_engine(ToyProgram(), tmp_path)
+    take = traffic(engine).take_arrived
+
+    def take_and_be_overtaken() -> None:
+        take()
+        fetches = list(traffic(engine)._fetches.values())
+        end = time.monotonic() + 10
+        while fetches and not fetches[0].is_over and fetches[0].blocks and time.monotonic() < end:
+            time.sleep(0.001)
+
+    monkeypatch.setattr(traffic(engine), "take_arrived", take_and_be_overtaken)
+    assert cached(engine, [PROMPT]) == [80]
+    engine.shutdown()
+
+
 def test_a_full_queue_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(traffic_module, "_MOST_QUEUED", 3)
     engine = store_engine(ToyProgram(), tmp_path)
