@@ -19,8 +19,11 @@ ENGINE_PANELS = (
         "Engine",
         "tokenizer dtype device block_size num_blocks kv_cache_memory min_kv_cache_memory kv_cache_dtype "
         "quantization group_size input_bits batch_invariant tensor_parallel_size pipeline_parallel_size "
-        "expert_parallel_size enable_expert_parallel distributed_executor_backend worker_restarts step_timeout "
         "max_num_seqs max_num_batched_tokens max_model_len",
+    ),
+    (
+        "Ranks",
+        "expert_parallel_size enable_expert_parallel distributed_executor_backend worker_restarts step_timeout",
     ),
     (
         "Scheduling",

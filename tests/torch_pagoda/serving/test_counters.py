@@ -18,17 +18,18 @@ GAUGES = {
 STATE_GAUGES = {f"state_slots_{name}" for name in ("total", "used", "cached", "free", "used_peak")}
 
 OF_DRAFTS = {name for name in COUNTERS if name.startswith(("spec_decode", "draft", "undrafted"))}
+OF_STORE = {name for name in COUNTERS if name.startswith("kv_store_")}
 OF_RANKS = {"rank_restarts", "collective_seconds"}
 AHEAD = {name for name in COUNTERS if name.startswith("synchronous_steps_")} | {"steps_ahead"}
 
 
 def test_every_figure_is_known_to_grow_or_not_to() -> None:
-    synchronous = COUNTERS - AHEAD - OF_RANKS
+    synchronous = COUNTERS - AHEAD - OF_RANKS - OF_STORE
     drafting = GAUGES | {"draft_length"}
     assert toy_engine(ToyStateProgram()).stats().keys() == synchronous | drafting | STATE_GAUGES
     assert toy_engine().stats().keys() == synchronous - {"state_slots_evicted"} | drafting
     ahead = Engine(ToyProgram(), num_blocks=8, async_scheduling=True)
-    assert ahead.stats().keys() == COUNTERS - OF_RANKS - OF_DRAFTS - {"state_slots_evicted"} | GAUGES
+    assert ahead.stats().keys() == COUNTERS - OF_RANKS - OF_STORE - OF_DRAFTS - {"state_slots_evicted"} | GAUGES
 
 
 def test_totals_go_on_over_restarts_and_gauges_do_not() -> None:
