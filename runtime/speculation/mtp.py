@@ -161,25 +161,26 @@ class MtpDrafter:
     def propose_all(self, requests: Sequence[Request], most: int) -> None:
         """Compute up to ``most`` drafts for each of the requests, all in one batch."""
         self._drafts = {}
-        shares, left = [], self._max_num_batched_tokens
+        complete, others, left = [], [], self._max_num_batched_tokens
         for request in requests:
             share = self._share(request, request.num_tokens, left)
             if share.start < share.end:
-                shares.append(share)
+                (complete if share.end == request.num_tokens else others).append(share)
                 left -= share.end - share.start
-        if not shares:
-            return
         with torch.inference_mode(), without_autocast(self.program.device.type):
-            drafts = self._chains.drafts(shares, most)
-        for share, own in zip(shares, drafts, strict=True):
+            if others:  # whose rows are the model's, which a chain would replace
+                self._keys.drafts(others, 1)
+            if complete:
+                drafts = self._chains.drafts(complete, most)
+                self._drafts = {share.request: own for share, own in zip(complete, drafts, strict=True)}
+        for share in (*complete, *others):
             self._counts[share.request] = share.end
-            self._drafts[share.request] = own
 
     def _share(self, request: Request, end: int, most: int) -> Share:
-        """What is missing of the tokens up to ``end``, the last of them in any case; at most so many."""
-        start = min(self._counts.get(request, request.num_prompt_tokens - 1), end - 1)
+        """What is missing of the tokens up to ``end``, the last of them in any case; the first ``most`` of that."""
+        start = max(min(self._counts.get(request, request.num_prompt_tokens - 1), end - 1), 0)
         table = self._blocks.table(request.request_id, self.program.group)
-        return Share(request, table, max(start, end - most, 0), end)
+        return Share(request, table, start, min(end, start + most))
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return the first ``most`` of the request's drafts."""
@@ -191,9 +192,13 @@ class MtpDrafter:
     def finished(self, request: Request) -> None:
         """Compute the keys of the request's last tokens, and forget it."""
         if request.row is not None and request.request_id in self._blocks and request.num_computed_tokens:
-            share = self._share(request, request.num_computed_tokens, self._max_num_batched_tokens)
+            end = request.num_computed_tokens
             with torch.inference_mode(), without_autocast(self.program.device.type):
-                self._keys.drafts([share], 1)
+                while (share := self._share(request, end, self._max_num_batched_tokens)).start < share.end:
+                    self._keys.drafts([share], 1)
+                    if share.end == end:
+                        break
+                    self._counts[request] = share.end
         self._counts.pop(request, None)
 
     def reset(self) -> None:
