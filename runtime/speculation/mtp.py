@@ -161,7 +161,9 @@ class MtpDrafter:
     def propose_all(self, requests: Sequence[Request], most: int) -> None:
         """Compute up to ``most`` drafts for each of the requests, all in one batch."""
         self._drafts = {}
-        complete, others, left = [], [], self._max_num_batched_tokens
+        complete: list[Share] = []
+        others: list[Share] = []
+        left = self._max_num_batched_tokens
         for request in requests:
             share = self._share(request, request.num_tokens, left)
             if share.start < share.end:
