@@ -6,7 +6,8 @@ Becomes:
     npu_apply_rotary_pos_emb(q, k, cos, sin)                           # [B, T, H, D], tables [B, T, 1, D]; GE graphs
     npu_rotary_mul(q, cos, sin), npu_rotary_mul(k, cos, sin)           # tables [B or 1, T, 1, R]
         with a matrix [D, D] and tables filled up with 1 and 0 where some dims are not rotated
-    npu_interleave_rope(q, cos, sin)                                   # pairs to halves, R = 64
+    npu_interleave_rope(q, cos, sin)                                   # pairs to halves, R = 64; elsewhere a copy
+                                                                       # that makes halves, then npu_rotary_mul
     with the dims that are not rotated cut off before and joined after where the chip takes no matrix; where none of
     these is legal, the unfused ATen operators
 Why it is faster:
@@ -130,7 +131,8 @@ def _rotate_all(
 ) -> fx.Node | None:
     """All dims of ``x``, ``[B, T, H, D]``, rotated; those of ``part`` where the tables leave the others alone."""
     if mode == "interleaved_to_half":
-        return _pairs_to_halves(site, x, cos, sin)
+        rotated = _pairs_to_halves(site, x, cos, sin)
+        return rotated if rotated is not None else _rotate_all(site, _halves_of_pairs(site, x), cos, sin, "half")
     rotate = None
     if part is not None or (mode == "interleaved" and site.target.product is not Product.A5):
         rotate = _rotation_matrix(site.traced, x, mode, part or slice(0, int(shape(x)[-1])))
@@ -148,11 +150,18 @@ def _pairs_to_halves(site: Site, x: fx.Node, cos: fx.Node, sin: fx.Node) -> fx.N
         return None if rotated is None else site.traced.call(_aten.transpose.int, rotated, 1, 2)
     # A flat step [1, T, H, D] is [T, H, 1, D]: T entries of the batch with one token each.
     heads, dim = int(shape(x)[2]), int(shape(x)[3])
-    tall = site.traced.call(_aten.reshape.default, x, [-1, heads, 1, dim])
+    tall = site.dense(site.traced.call(_aten.reshape.default, x, [-1, heads, 1, dim]))
     tables = [site.cast(table, value(x).dtype) for table in (cos, sin)]
     tables = [site.traced.call(_aten.reshape.default, table, [-1, 1, 1, dim]) for table in tables]
     rotated = site.call(_npu.npu_interleave_rope.default, tall, *tables)
     return None if rotated is None else site.traced.call(_aten.reshape.default, rotated, [1, -1, heads, dim])
+
+
+def _halves_of_pairs(site: Site, x: fx.Node) -> fx.Node:
+    """``cat(x[..., 0::2], x[..., 1::2], -1)`` by one copy."""
+    pairs = site.traced.call(_aten.unflatten.int, x, -1, [int(shape(x)[-1]) // 2, 2])
+    halves = site.dense(site.traced.call(_aten.transpose.int, pairs, -1, -2))
+    return site.traced.call(_aten.flatten.using_ints, halves, -2, -1)
 
 
 def _table(site: Site, table: fx.Node, x: fx.Node, axis: int) -> fx.Node:

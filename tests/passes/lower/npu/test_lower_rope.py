@@ -167,10 +167,26 @@ def test_pairs_to_halves_has_an_operator_of_its_own():
 
 
 @pytest.mark.parametrize(
+    ("rotary", "soc", "reason"),
+    [
+        (32, "Ascend910B3", "dim -1 of x is 32; it must be 64"),
+        (64, "Ascend950PR", "Ascend950PR does not run it"),
+    ],
+)
+@pytest.mark.parametrize("graph_mode", ["ge", "aclgraph"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_pairs_to_halves_is_a_copy_elsewhere(batch, graph_mode, rotary, soc, reason):
+    x = HEADS[..., :rotary].expand(batch, -1, -1, -1).contiguous()
+    mode, target = "interleaved_to_half", NpuTarget(soc, graph_mode=graph_mode)
+    inputs = x, *tables(7, rotary, mode, batch=batch)
+    graph, record = lowered(lower_npu_rope, rotation(mode), *inputs, target=target)
+    assert [n for n in operators(graph) if n.startswith("npu.")] == ["npu.npu_rotary_mul"] * 2
+    assert not {"aten.mul", "aten.add"} & set(operators(graph)) and reason in refusals(record)
+
+
+@pytest.mark.parametrize(
     ("mode", "rotary", "soc", "reason"),
     [
-        ("interleaved_to_half", 32, "Ascend910B3", "dim -1 of x is 32; it must be 64"),
-        ("interleaved_to_half", 64, "Ascend950PR", "Ascend950PR does not run it"),
         ("interleaved", 64, "Ascend310P3", "has no bfloat16"),
     ],
 )
