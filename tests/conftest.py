@@ -10,7 +10,7 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,11 +21,14 @@ from torch_pagoda.compiler.targets.npu.without_device import is_offline
 from torch_pagoda.compiler.warm_start.file import DISABLE
 from torch_pagoda.npu_tools.offline.run import run_python
 from torch_pagoda.npu_tools.offline.toolchain import ToolchainError, set_up_toolchain
+from torch_pagoda.runtime.cache import kv_cache
 
 from tiers import OWN, TESTS, TIERS, left_to_grid, shard_of, tier_of, tier_of_file
 
 # What a test compiles shall be of the sources that it tests, all of it, every time.
 os.environ[DISABLE] = "1"
+FILLED_CACHE_BYTES = 1 << 24
+"""The largest cache tensor that ``fill_cache`` writes: larger ones would take time and memory."""
 NO_CUDA = f"tests marked cuda need a CUDA device, and torch {torch.__version__} finds none"
 
 if is_offline():
@@ -42,6 +45,16 @@ def _shard(text: str) -> tuple[int, int]:
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a shard; use k/N with k from 1 to N")
     return int(found[1]), int(found[2])
+
+
+def fill_cache(storage: torch.Tensor, advise: Callable[[torch.Tensor], bool] = kv_cache.advise_huge_pages) -> bool:
+    """Fill a new tensor of a cache with NaN, or the largest integer: reading what nobody wrote shows."""
+    if storage.device.type == "cpu" and storage.nbytes <= FILLED_CACHE_BYTES:
+        storage.fill_(float("nan") if storage.is_floating_point() else torch.iinfo(storage.dtype).max)
+    return advise(storage)
+
+
+kv_cache.advise_huge_pages = fill_cache  # ``allocate_kv_cache`` calls it for each tensor
 
 
 def pytest_configure(config: pytest.Config) -> None:
