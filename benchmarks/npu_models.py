@@ -294,7 +294,7 @@ def _lowered_for(captured: Any, row: Lowered) -> Lowered:
     from torch_pagoda.runtime.npu_target import NpuTarget
 
     captured.traced.npu = NpuTarget(row.soc, graph_mode=row.graph_mode)
-    report = CompileReport("")
+    report = CompileReport("the model")
     try:
         traced = run_pipeline(captured, CompileOptions(codegen="none", target="npu", verify="off"), None, report)
     except UnsupportedModel as error:
