@@ -1,4 +1,4 @@
-"""How much memory each rank takes to load a checkpoint, beside its share of the weights.
+"""How much memory each rank takes to load a checkpoint, and what it reads of the files, beside its share.
 
     python benchmarks/load_shards.py                         # 12 layers of 2048 features in bfloat16, 2 ranks
     python benchmarks/load_shards.py --ranks 4 --out results
@@ -8,6 +8,11 @@ A checkpoint of random weights in several files is loaded twice, each time by pr
 compiles it, a second one takes the stored program. Memory is the most that a rank took while it loaded and that no
 file backs (``RssAnon``): its packed parts. Pages of the files (``RssFile``) are shared by all ranks, and the system
 takes them back where memory is short: their most is shown beside.
+
+What a rank reads is what the system fetches from the disk for it (``read_bytes`` in ``/proc/PID/io``), what it reads
+ahead included, while the rank loads its part alone, from files that are not in memory. Its share are the parts that it holds,
+those that all ranks hold whole among them. A file system in memory fetches nothing: use a folder on a disk
+(``TMPDIR``).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from report import conditions, markdown_table, save
@@ -66,11 +72,52 @@ def memory(pid: int, kind: str = "Anon") -> int:
     return int(found[1]) << 10 if found else 0
 
 
+def read_alone(message: Path, rank: int) -> dict[str, int]:
+    """Bytes that a rank fetches from the disk for its part of the program that a message holds, and those of the
+    part."""
+    import torch
+
+    from torch_pagoda.compiler import compile as compiling
+    from torch_pagoda.compiler.link.linker import LinkedProgram
+    from torch_pagoda.runtime.parallel.messages import PREFIX_BYTES, decode, lengths
+    from torch_pagoda.shipping import load_program
+
+    data = message.read_bytes()
+    start = PREFIX_BYTES + lengths(data[:PREFIX_BYTES])[0]
+    sent = decode(data[PREFIX_BYTES:start], bytearray(data[start:]))
+    sent.values["processors"] = []
+    parts: list[int] = []
+    restore = compiling.restore
+
+    def restored(*given: Any, **options: Any) -> LinkedProgram:
+        program = restore(*given, **options)
+        tensors = [given for given in program._args if isinstance(given, torch.Tensor)]
+        parts.append(sum({each.data_ptr(): each.nbytes for each in tensors}.values()))
+        return program
+
+    compiling.restore = restored  # type: ignore[assignment]
+    for path in Path(sent.values["model"]).glob("*.safetensors"):
+        with path.open("rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    before = fetched()
+    load_program(sent, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+    return {"read": fetched() - before, "share": parts[0]}
+
+
+def fetched() -> int:
+    """Bytes that the system has fetched from disks for this process."""
+    found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
 def measure(folder: str, ranks: int) -> dict[str, Any]:
     """Load a checkpoint by several ranks, of which this process is the first; the most memory of it and of the
-    others, and seconds."""
+    others, and seconds. What it sends is left in ``message`` in the folder."""
     from torch_pagoda import LLM
     from torch_pagoda.runtime.parallel import launch
+    from torch_pagoda.runtime.parallel.messages import encode
 
     watched: list[Watched] = []
     before: list[int] = []
@@ -79,6 +126,7 @@ def measure(folder: str, ranks: int) -> dict[str, Any]:
     def watching(self: launch.Ranks, message: launch.Message) -> None:
         before.extend(map(memory, self.pids))
         watched.extend(map(Watched, self.pids))
+        Path(folder, "message").write_bytes(encode(message, 1))
         load(self, message)
 
     launch.Ranks.load = watching  # type: ignore[method-assign]
@@ -105,7 +153,11 @@ def main() -> None:
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON and Markdown here")
+    parser.add_argument("--alone", type=int, metavar="RANK", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.alone is not None:
+        print(json.dumps(read_alone(Path(args.measure, "message"), args.alone)))
+        return
     if args.measure:
         print(json.dumps(measure(args.measure, args.ranks)))
         return
@@ -132,6 +184,10 @@ def main() -> None:
         del model
         command = [sys.executable, __file__, "--ranks", str(args.ranks), "--measure", folder]
         found = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(2)]
+        alone = [
+            json.loads(subprocess.check_output([*command, "--alone", str(rank)]).splitlines()[-1])
+            for rank in range(args.ranks)
+        ]
     share = size / args.ranks
     rows = [
         [
@@ -148,9 +204,19 @@ def main() -> None:
         for start in found
     ]
     columns = ["start", "s", "weights, GiB", "share", "most of rank 0", "of another", "allowed"]
-    table = markdown_table([*columns, "of files, rank 0", "another"], rows)
+    reads = [
+        [rank, each["share"] / GIB, each["read"] / GIB, each["read"] / each["share"]]
+        for rank, each in enumerate(alone)
+    ]
+    table = "\n\n".join(
+        (
+            markdown_table([*columns, "of files, rank 0", "another"], rows),
+            markdown_table(["rank", "share, GiB", "read of the files", "of its share"], reads),
+        )
+    )
     print(table)
-    save(args.out, "load_shards", {"conditions": conditions(1), "starts": found, "bytes": size}, table)
+    results = {"conditions": conditions(1), "starts": found, "alone": alone, "bytes": size}
+    save(args.out, "load_shards", results, table)
 
 
 if __name__ == "__main__":

@@ -286,7 +286,9 @@ def _of_record(
         return None
     try:
         own = stage_of_rank(stored, 0)
-        program = restore(own, start_tensors(record, files, tensors_read(own)), merge=not options.packs)
+        program = restore(
+            own, start_tensors(record, files, tensors_read(own), in_parts=others is not None), merge=not options.packs
+        )
         reference = stored.reference.reference()
     except Exception as error:
         log.warning("cannot use the stored program %s (%s); loading the model's class", record.program, error)
@@ -409,7 +411,9 @@ def program_of_rank(
     """
     own = stage_of_rank(shipment.program, rank)
     if shipment.sources is not None and files is not None:
-        named: Mapping[str, torch.Tensor | Assembled] = start_tensors(shipment.sources, files, tensors_read(own))
+        named: Mapping[str, torch.Tensor | Assembled] = start_tensors(
+            shipment.sources, files, tensors_read(own), in_parts=True
+        )
     else:
         assert module is not None
         named = module_tensors(module)

@@ -25,7 +25,7 @@ from ..targets.cpu.recorded_step import RecordedSteps
 from ..targets.npu.route import Route
 from ..targets.npu.warm_up.warm_up import warm_up
 from ..tolerance import Tolerance
-from ..weights.file_pages import FilePages
+from ..weights.file_pages import FilePages, will_read
 from ..weights.merged_weights import merge_inputs, merge_rows
 from .linkage import Linkage
 from .rounded_weights import check_rounded_weight
@@ -273,6 +273,7 @@ class LinkedProgram:
         # Those first that oneDNN lays out, which takes their memory twice, and the head is the largest.
         for packed in sorted(self._packable, key=lambda packed: packed.quantization is not None):
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
+            will_read([self._args[i], *sources])
             whole = self._args[i]  # None for rows that were not merged yet, as those of plain matrices need not be
             if whole is None and (packed.quantization or not _are_matrices(sources)):
                 whole = merge_rows(sources, pages)

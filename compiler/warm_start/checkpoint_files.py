@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..weights.file_pages import FilePages
+from ..weights.file_pages import FilePages, read_no_more
 from ..weights.tensor_contents import tensor_digest, update_samples
 
 
@@ -42,8 +42,12 @@ class CheckpointFiles:
     raw: Callable[[], dict[str, torch.Tensor]] | None = None
     known: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self, *, in_parts: bool = False) -> dict[str, torch.Tensor]:
         """The tensors of all files by name, in the files' dtypes, mapped anew: a program takes the data of its own.
+
+        Args:
+            in_parts: parts of them will be read, see ``file_pages.read_no_more``; files of another kind are read as
+                the system likes.
 
         Raises:
             ValueError: a file cannot be read.
@@ -54,19 +58,23 @@ class CheckpointFiles:
         try:
             for path in self.weights:
                 with safe_open(path, framework="pt", device="cpu") as file:
+                    if in_parts:
+                        read_no_more(path)
                     found.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
         except (SafetensorError, OSError, RuntimeError) as error:
             raise ValueError(f"{path} cannot be mapped: {error}") from error
         return found
 
-    def of_a_float_checkpoint(self, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
+    def of_a_float_checkpoint(
+        self, dtype: torch.dtype, *, in_parts: bool = False
+    ) -> Iterable[tuple[str, torch.Tensor]]:
         """The tensors by the names that a float checkpoint has, quantized ones as they are stored, shown in
-        ``dtype``.
+        ``dtype``; ``in_parts`` as for ``tensors``.
 
         Raises:
             ValueError: a file, or a quantized weight, cannot be read.
         """
-        return self.tensors().items() if self.read is None else self.read(dtype)
+        return self.tensors(in_parts=in_parts).items() if self.read is None else self.read(dtype)
 
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of

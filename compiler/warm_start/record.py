@@ -211,36 +211,42 @@ def check_record(record: Record) -> None:
 
 
 def start_tensors(
-    record: Record | Sources, files: CheckpointFiles, needed: Iterable[str]
+    record: Record | Sources, files: CheckpointFiles, needed: Iterable[str], *, in_parts: bool = False
 ) -> dict[str, torch.Tensor | Assembled]:
     """The tensors that the module would have under the names that are needed.
+
+    Args:
+        record: says what they are.
+        files: the checkpoint's.
+        needed: names.
+        in_parts: the program is one of several ranks, see ``CheckpointFiles.tensors``.
 
     Raises:
         Outdated: one of them is missing.
         ValueError: the checkpoint does not hold what one of them is made of.
     """
     shown = next((source.dtype for source in record.stored.values() if source.form), torch.bfloat16)
-    stored = dict(files.of_a_float_checkpoint(shown))
-    made: dict[tuple[str, torch.dtype | None], torch.Tensor] = {}
+    stored = dict(files.of_a_float_checkpoint(shown, in_parts=in_parts))
     assembled: dict[StoredSource, Assembled] = {}
     found: dict[str, torch.Tensor | Assembled] = {}
     for name in needed:
-        if (made_of := record.stored.get(name)) is not None:
+        made_of = record.stored.get(name)
+        if made_of is None and (source := record.weights.get(name)) is not None:
+            if source[0] not in stored:
+                raise Outdated(f"the checkpoint has no {source[0]!r}")
+            tensor = stored[source[0]]
+            if source[1] is None or not tensor.dim():
+                found[name] = tensor if source[1] is None else tensor.to(source[1])
+                continue
+            made_of = StoredSource(((source[0],),), False, "", source[1], False)
+        if made_of is not None:
             if made_of not in assembled:
                 assembled[made_of] = Assembled(made_of, stored)
             found[name] = assembled[made_of]
             continue
-        if (source := record.weights.get(name)) is None:
-            if name not in record.tensors:
-                raise Outdated(f"nothing is recorded of {name!r}")
-            found[name] = record.tensors[name]
-            continue
-        if source not in made:
-            if source[0] not in stored:
-                raise Outdated(f"the checkpoint has no {source[0]!r}")
-            tensor = stored[source[0]]
-            made[source] = tensor if source[1] is None else tensor.to(source[1])
-        found[name] = made[source]
+        if name not in record.tensors:
+            raise Outdated(f"nothing is recorded of {name!r}")
+        found[name] = record.tensors[name]
     return found
 
 

@@ -19,6 +19,7 @@ from ..link.stages import stage_and_place, stage_of
 from ..report import CompileReport
 from ..targets.cpu.kernels import kernel_calls
 from ..verify.self_check import SHORT_SCHEDULE, Reference
+from ..weights.file_pages import will_read
 from ..weights.tensor_contents import module_tensors, tensor_digest
 from .graph_data import CannotStore, from_data, to_data
 from .stored_sources import Assembled
@@ -140,6 +141,8 @@ def restore(
     for name in linkage.cuts.keys() - own:
         constants[name] = part_of(constants[name], _cut_of(linkage, name, constants[name].shape, rank), rank)
     run = kernel_calls(module)
+    later = set() if merge else {source for packed in linkage.packed for source in (packed.name, *packed.sources)}
+    will_read(tensor for name, tensor in constants.items() if name not in later)
     merge_linked(linkage, constants, packed=merge)
     assert stored.report is not None
     return LinkedProgram(linkage, constants, run, stored.report)

@@ -15,6 +15,7 @@ import torch
 from ...passes.graph.cut import ZERO, Cut
 from ...passes.sharding.slices import part_of
 from ...runtime.ops.linear.stored_weight import StoredWeight
+from ..weights.file_pages import will_read
 from ..weights.tensor_contents import stored_digest
 from .checkpoint_files import sample_digest
 
@@ -142,6 +143,7 @@ class Assembled:
 
     def _joined(self, entries: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         rows = [row for entry in entries for row in entry]
+        will_read(rows)
         found = rows[0] if len(rows) == 1 else torch.cat(rows)
         if self._source.stacked:
             found = _each(lambda part: part.unflatten(0, (len(entries), -1)), found)

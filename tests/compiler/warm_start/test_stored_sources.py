@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from torch_pagoda.compiler import CheckpointFiles
 from torch_pagoda.compiler.warm_start.checkpoint_files import sample_digest
-from torch_pagoda.compiler.warm_start.record import sources_in_files
+from torch_pagoda.compiler.warm_start.record import Sources, sources_in_files, start_tensors
 from torch_pagoda.compiler.warm_start.stored_sources import Assembled, StoredSource, float_source
 from torch_pagoda.compiler.weights.tensor_contents import module_tensors
 from torch_pagoda.passes.graph.cut import ZERO, Cut
@@ -117,3 +117,16 @@ def test_merged_experts_are_found_in_the_files(kind: str, dtype: torch.dtype, tm
     assert found.stored
     for name, source in found.stored.items():
         assert torch.equal(Assembled(source, stored).whole(), tensors[name]), name
+
+
+def test_a_part_in_another_dtype_is_that_of_the_whole(tmp_path: Path) -> None:
+    kept = torch.randn(6, 8)
+    save_file({"w": kept, "n": torch.tensor(2.0)}, tmp_path / "model.safetensors")
+    files = CheckpointFiles([str(tmp_path / "model.safetensors")], {}, torch.bfloat16)
+    record = Sources({name: (name, torch.bfloat16) for name in "wn"}, {}, {})
+    found = start_tensors(record, files, ["w", "n"], in_parts=True)
+    assert isinstance(found["w"], Assembled), "converted as far as it is held"
+    assert torch.equal(found["w"].whole(), kept.bfloat16())
+    part = found["w"].part(Cut(1, (np.arange(4), np.arange(4, 8))), 1)
+    assert torch.equal(part, kept[:, 4:].bfloat16())
+    assert torch.equal(found["n"], torch.tensor(2.0, dtype=torch.bfloat16))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Memory of weights that were mapped from a file is given back once they moved; written pages are kept."""
+"""Of files no more is read than is asked for; memory of weights that were moved is given back, written pages stay."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from torch_pagoda.compiler.weights.file_pages import FilePages
+from torch_pagoda.compiler import CheckpointFiles
+from torch_pagoda.compiler.weights import file_pages
+from torch_pagoda.compiler.weights.file_pages import FilePages, will_read
 from torch_pagoda.compiler.weights.merged_weights import merge_rows
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
@@ -66,3 +68,38 @@ def test_merged_rows_take_the_place_of_the_files_pages(mapped):
     whole = merge_rows([a, b], FilePages([a, b]))
     assert torch.equal(whole, expected)
     assert before - resident_file_bytes() > SIZE
+
+
+@pytest.mark.parametrize("gap", [512, 4096])
+def test_what_is_asked_for_are_the_pages_of_a_part(tmp_path, monkeypatch, gap):
+    save_file({"a": torch.zeros(64, 8192), "b": torch.zeros(7)}, tmp_path / "weights.safetensors")
+    tensors = load_file(tmp_path / "weights.safetensors")
+    asked = []
+    monkeypatch.setattr(file_pages, "madvise", lambda: lambda *given: asked.append(given))
+    part = tensors["a"][8:40, gap : gap + 2048]
+    will_read([part, None, torch.ones(5000)])
+    assert {advice for _, _, advice in asked} == {3}
+    assert all(size <= 128 << 10 for _, size, _ in asked)
+    pages = {page for begin, size, _ in asked for page in range(begin // 4096, (begin + size) // 4096)}
+    addresses = [part[i, j].data_ptr() for i in range(32) for j in range(0, 2048, 64)]
+    addresses += [part[i, -1].data_ptr() for i in range(32)]
+    assert pages == {address // 4096 for address in addresses}
+
+
+def test_runs_that_lie_close_are_read_as_one(mapped, monkeypatch):
+    asked = []
+    monkeypatch.setattr(file_pages, "madvise", lambda: lambda *given: asked.append(given))
+    will_read([mapped[0][:32, :512]])
+    assert len(asked) == 1
+
+
+def test_what_parts_are_read_of_is_not_read_around(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file({"a": torch.zeros(64, 8192)}, path)
+    files = CheckpointFiles([str(path)], {})
+    for in_parts in (False, True):
+        tensors = files.tensors(in_parts=in_parts)
+        maps = Path("/proc/self/smaps").read_text().split(str(path))[1:]
+        flags = {flag for each in maps for flag in each.split("VmFlags:")[1].splitlines()[0].split()}
+        assert ("rr" in flags) == in_parts
+        del tensors
