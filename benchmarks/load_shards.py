@@ -10,8 +10,8 @@ file backs (``RssAnon``): its packed parts. Pages of the files (``RssFile``) are
 takes them back where memory is short: their most is shown beside.
 
 What a rank reads is what the system fetches from the disk for it (``read_bytes`` in ``/proc/PID/io``), what it reads
-ahead included, while the rank loads its part alone, from files that are not in memory. Its share are the parts that it holds,
-those that all ranks hold whole among them. A file system in memory fetches nothing: use a folder on a disk
+ahead included, while the rank loads its part alone, from files that are not in memory. Its share are the parts that
+it holds, those that all ranks hold whole among them. A file system in memory fetches nothing: use a folder on a disk
 (``TMPDIR``).
 """
 

@@ -26,7 +26,6 @@ CONFLICTS: dict[str, dict[str, str]] = {
     },
     "pipeline_parallel_size": {
         "codegen='inductor'": "stages run our own kernels; omit it",
-        "target='npu'": "only CPUs support it; omit it, or use the CPU",
         "backend='pagoda'": f"the caller's process runs the model there; {_LEFT_OUT}",
     },
     "batch_invariant": {
