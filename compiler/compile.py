@@ -412,7 +412,7 @@ def program_of_rank(
     own = stage_of_rank(shipment.program, rank)
     if shipment.sources is not None and files is not None:
         named: Mapping[str, torch.Tensor | Assembled] = start_tensors(
-            shipment.sources, files, tensors_read(own), in_parts=True
+            shipment.sources, files, tensors_read(own), in_parts=shipment.lowering is None
         )
     else:
         assert module is not None
