@@ -15,6 +15,7 @@ FLOORS = {
     "torch_pagoda": (
         *(
             "__main__",
+            "fleet",
             "cli",
             "__init__",
             "async_llm generation reports",
@@ -63,7 +64,7 @@ FLOORS = {
         ),
     ),
     "serving": (
-        *("__init__ app server", "protocol", "generation", "http page", "settings", "monitoring"),
+        *("fleet", "__init__ app server", "protocol", "generation", "http page", "settings", "monitoring"),
         "engine_process formats",
     ),
 }

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from .checkpoint.loading import checkpoint_files
+from .checkpoint.weights_digest import weights_digest
 from .compiler import CompileOptions
 from .compiler.warm_start.identity import environment
 from .options import LoadOptions
@@ -57,12 +57,5 @@ def block_fingerprint(
     digest = hashlib.blake2b(digest_size=16)
     options = {f.name: getattr(compiling, f.name) for f in fields(compiling) if f.name not in _RANKS}
     digest.update(repr((environment(), sorted(files.texts.items()), str(files.dtype), options)).encode())
-    with ThreadPoolExecutor() as threads:
-        for content in threads.map(_file_digest, files.weights):
-            digest.update(content)
+    digest.update(weights_digest(files.weights))
     return digest.digest()
-
-
-def _file_digest(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

@@ -11,6 +11,7 @@ import typer
 from .. import __version__
 from .bench import app as bench
 from .errors import INTERRUPTED, OUTPUT_FAILED, USER_ERROR, give_up_output, is_of_output
+from .fleet import fleet
 from .generate import generate
 from .help_text import join_lines
 from .npu import app as npu
@@ -65,6 +66,7 @@ app.command(
         "pagoda serve ./my-model --host 0.0.0.0 --api-key team=SECRET --max-num-seqs 32"
     )
 )(serve)
+app.command(epilog="Example:  pagoda fleet ./my-model --replicas 2")(fleet)
 app.command(epilog="Example:  pagoda inspect examples/tiny-pydoc --html report.html")(inspect)
 app.command(epilog="Example:  pagoda bisect examples/tiny-pydoc --codegen none")(bisect)
 app.command(epilog="Example:  pagoda plan examples/tiny-pydoc --memory 64MiB")(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,8 +16,8 @@ from .errors import one_line_errors
 from .serve_options import ServeOptions, make_settings
 from .with_options import Model, with_options
 
-_NEEDED = ("fastapi", "uvicorn", "httptools", "msgspec", "prometheus_client", "markdown_it", "pygments")
-"""Modules of the extra that there is no serving without."""
+NEEDED = ("fastapi", "uvicorn", "httptools", "msgspec", "prometheus_client", "markdown_it", "pygments")
+"""Modules of the extra ``serve`` that there is no serving without."""
 
 _PANELS = (
     (
@@ -49,7 +49,7 @@ def serve(model: Model, own: ServeOptions, server: dict[str, Any], engine: dict[
     status: 0 after a signal, 1 if the engine ended for good, 2 for a mistake in the arguments.
     """
     with one_line_errors(own.debug):
-        _check_extra()
+        check_extra("pagoda serve", NEEDED, "serve")
         if (own.ssl_certfile is None) != (own.ssl_keyfile is None):
             raise ValueError("--ssl-certfile and --ssl-keyfile need each other; give both")
         if own.ssl_ca_certs is not None and own.ssl_certfile is None:
@@ -69,22 +69,22 @@ def serve(model: Model, own: ServeOptions, server: dict[str, Any], engine: dict[
 
             LLM(model, own.tokenizer, **options)  # ends this process with rank 0
         settings = make_settings(model, own, server, options, __version__)
-        _warn_of_open_door(settings)
+        warn_of_open_door(settings)
         glue = Glue(model, options, settings, own)
         status = glue.run(lambda line: print(line, flush=True))
     if status:
         raise typer.Exit(status)
 
 
-def _check_extra() -> None:
+def check_extra(command: str, needed: Sequence[str], extra: str) -> None:
     """Check that the optional dependencies are installed.
 
     Raises:
         ValueError: one line that names the missing ones.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"pagoda serve needs {', '.join(missing)}; install them: pip install 'torch-pagoda[serve]'")
+        raise ValueError(f"{command} needs {', '.join(missing)}; install them: pip install 'torch-pagoda[{extra}]'")
 
 
 @contextmanager
@@ -102,7 +102,7 @@ def _one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _warn_of_open_door(settings: Settings) -> None:
+def warn_of_open_door(settings: Settings) -> None:
     if not settings.api_keys and not settings.is_loopback:
         typer.echo(
             f"pagoda: warning: anyone who can reach {settings.host} can use this server; set --api-key", err=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -20,12 +19,11 @@ from ..runtime.engine.engine_options import EngineOptions
 from ..runtime.parallel.torchrun import Place
 from ..runtime.processors import shares
 from ..runtime.restart_limit import RestartLimit
-from ..serving.app import make_app
+from ..serving.app import load_formats, make_app
 from ..serving.engine_process.pool_client import PoolClient
 from ..serving.engine_process.process_client import ProcessClient
 from ..serving.engine_process.wire import Start
-from ..serving.formats.registry import AnyFormat, resolve
-from ..serving.monitoring.logs import LogFormat, LogRequests, RequestLog, formatter
+from ..serving.monitoring.logs import LogFormat, LogRequests, RequestLog, set_up_logs
 from ..serving.monitoring.tracing import RequestTracer
 from ..serving.server import Server, StartedClient, bind
 from ..serving.settings import Settings
@@ -51,9 +49,8 @@ class Glue:
     """
 
     def __init__(self, model: str, options: dict[str, Any], settings: Settings, own: ServeOptions) -> None:
-        _check_choice("--log-format", own.log_format, get_args(LogFormat))
-        _check_choice("--log-requests", own.log_requests, get_args(LogRequests))
-        _set_up_logs(own.log_format, own.verbose)
+        check_logs(own)
+        set_up_logs(own.log_format, own.verbose)
         engines = own.data_parallel_size
         _check_engines(engines, options)
         sequences = engines * options.get("max_num_seqs", EngineOptions.max_num_seqs)
@@ -68,20 +65,13 @@ class Glue:
             transformers_logging.disable_progress_bar()
         trusts = options["trust_remote_code"]
         self._tokenizer = load_tokenizer(own.tokenizer or model, trusts, required=own.tokenizer is not None)
-        self._formats = None if self._tokenizer is None else self._resolve_formats()
+        self._formats = load_formats(settings, self._tokenizer)
         files = {name: getattr(own, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
         self._tls = {name: str(file) for name, file in files.items() if file is not None}
         if "ssl_ca_certs" in self._tls:
             import ssl
 
             self._tls["ssl_cert_reqs"] = ssl.CERT_REQUIRED  # type: ignore[assignment]
-
-    def _resolve_formats(self) -> AnyFormat | None:
-        settings = self._settings
-        if settings.chat_template is None and not getattr(self._tokenizer, "chat_template", None):
-            return None
-        tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
-        return resolve(tools, self._tokenizer, settings.chat_template, reasoning_parser=reasoning)
 
     def run(self, say: Callable[[str], None]) -> int:
         """Serve until a signal; returns the exit status.
@@ -180,16 +170,12 @@ def _check_engines(count: int, options: Mapping[str, Any]) -> None:
         )
 
 
-def _set_up_logs(log_format: LogFormat, verbose: bool) -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(formatter(log_format))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO if verbose else logging.WARNING)
-    logging.getLogger("torch_pagoda.serving").setLevel(logging.INFO)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+def check_logs(own: ServeOptions) -> None:
+    """Refuse unknown kinds of logs.
 
-
-def _check_choice(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{option} {value} is not known; use one of {', '.join(known)}")
+    Raises:
+        ValueError: with those that are known.
+    """
+    for name, known in (("log_format", get_args(LogFormat)), ("log_requests", get_args(LogRequests))):
+        if (value := getattr(own, name)) not in known:
+            raise ValueError(f"--{name.replace('_', '-')} {value} is not known; use one of {', '.join(known)}")

@@ -25,7 +25,7 @@ _KINDS: dict[str, Any] = {
 
 def with_options(
     own: type, panels: Sequence[tuple[str, str]], *groups: Sequence[type]
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorate a command to add options that its signature does not list.
 
     The command is called with its own arguments, an instance of ``own``, and one dictionary of options per group.
@@ -46,16 +46,16 @@ def with_options(
     }
     offered = [(*known[name], panel) for panel, names in panels for name in names.split()]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         parameters = inspect.signature(command, eval_str=True).parameters
         arguments = list(parameters.values())[: -len(classes)]
 
-        def run(**given: Any) -> None:
+        def run(**given: Any) -> Any:
             values: list[dict[str, Any]] = [{} for _ in classes]
             with one_line_errors(given["debug"]):
                 for field, place, _ in offered:
                     values[place][field.name] = _value(field, given)
-            command(*(given[argument.name] for argument in arguments), own(**values[0]), *values[1:])
+            return command(*(given[argument.name] for argument in arguments), own(**values[0]), *values[1:])
 
         update_wrapper(run, command)
         run.__annotations__ = {}

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .engine_process.client import EngineClient
-from .formats.registry import AnyFormat
+from .formats.registry import AnyFormat, resolve
 from .generation.front import Front
 from .generation.gate import GateMiddleware
 from .http.auth import OPEN_PATHS, AuthMiddleware
@@ -115,6 +115,18 @@ def make_app(
     app.add_middleware(ObserveMiddleware, metrics=front.metrics)
     app.add_middleware(PathMiddleware)
     return app
+
+
+def load_formats(settings: Settings, tokenizer: Any) -> AnyFormat | None:
+    """The formats of tool calls and reasoning that the settings name, or that the chat template shows.
+
+    Raises:
+        ValueError: a name is not known.
+    """
+    if tokenizer is None or (settings.chat_template is None and not getattr(tokenizer, "chat_template", None)):
+        return None
+    tools, reasoning = settings.tool_call_parser, settings.reasoning_parser
+    return resolve(tools, tokenizer, settings.chat_template, reasoning_parser=reasoning)
 
 
 class ObserveMiddleware:

@@ -13,7 +13,7 @@ A = [b"a0", b"a1", b"a2"]
 
 
 def test_the_engine_with_most_of_the_prompt_gets_it() -> None:
-    router = PrefixRouter(3)
+    router = PrefixRouter()
     router.stored(1, A[:1])
     router.stored(2, A)
     assert router.choose([*A, b"a3"], [0, 0, 0]) == 2
@@ -22,7 +22,7 @@ def test_the_engine_with_most_of_the_prompt_gets_it() -> None:
 
 
 def test_prompts_that_come_together_go_to_one_engine() -> None:
-    router = PrefixRouter(4)
+    router = PrefixRouter()
     first = router.choose(A, [0, 0, 0, 0])
     loads: list[float | None] = [0, 0, 0, 0]
     loads[first] = 1
@@ -30,7 +30,7 @@ def test_prompts_that_come_together_go_to_one_engine() -> None:
 
 
 def test_a_prompt_leaves_an_engine_that_has_too_much_to_do() -> None:
-    router = PrefixRouter(2)
+    router = PrefixRouter()
     router.stored(0, A)
     assert router.choose(A, [2, 0]) == 0
     assert router.choose(A, [3, 0]) == 1
@@ -39,7 +39,7 @@ def test_a_prompt_leaves_an_engine_that_has_too_much_to_do() -> None:
 
 
 def test_an_engine_that_takes_nothing_is_not_chosen() -> None:
-    router = PrefixRouter(3)
+    router = PrefixRouter()
     router.stored(0, A)
     assert {router.choose(A, [None, 0, None]) for _ in range(20)} == {1}
     with pytest.raises(ValueError, match="no engine"):
@@ -47,7 +47,7 @@ def test_an_engine_that_takes_nothing_is_not_chosen() -> None:
 
 
 def test_a_new_engine_holds_nothing() -> None:
-    router = PrefixRouter(2)
+    router = PrefixRouter()
     router.stored(0, A)
     router.choose([b"b"], [None, 0])
     router.cleared(0)
@@ -57,7 +57,7 @@ def test_a_new_engine_holds_nothing() -> None:
 
 
 def test_snapshots_count_without_the_blocks_before_them() -> None:
-    router = PrefixRouter(2)
+    router = PrefixRouter()
     router.stored(1, [A[1]])
     assert router.choose(A, [0, 0]) == 1
 
@@ -68,7 +68,7 @@ def test_prefixes_are_hit_and_queues_stay_even(engines: int, prefixes: int) -> N
     hits = {}
     for count in (1, engines):
         rng = random.Random(1)
-        router = PrefixRouter(count)
+        router = PrefixRouter()
         caches: list[OrderedDict[bytes, None]] = [OrderedDict() for _ in range(count)]
         queues: list[list[tuple[list[bytes], float]]] = [[] for _ in range(count)]
         weights = [1 / (i + 1) ** 0.8 for i in range(prefixes)]

@@ -40,6 +40,7 @@ class Counters:
     def __init__(self) -> None:
         self.restarts = 0
         self._former: dict[str, int | float] = {}
+        self._before: dict[str, int | float] = {}
         self._latest: dict[str, int | float] = {}
         self._sum: dict[str, int | float] = {"restarts": 0}
 
@@ -57,12 +58,18 @@ class Counters:
 
     def end(self) -> None:
         """Note that the engine has ended; the next one counts from 0."""
+        if self._latest:
+            self._before = dict(self._former)
         for name in COUNTERS & self._latest.keys():
             self._former[name] = self._former.get(name, 0) + self._latest[name]
         self._latest = {}
         for name in _OF_THE_LIVING:
             if name in self._sum:
                 self._sum[name] = 0
+
+    def resume(self) -> None:
+        """Take back the latest ``end``: the same engine is heard again, and counts on."""
+        self._former = dict(self._before)
 
     def restart(self) -> None:
         """Count the start of a new engine."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,14 +30,20 @@ class PoolClient:
     with ``EngineDied``. The pool is dead when all of its engines are.
 
     Args:
-        clients: one for each engine, not started yet.
+        clients: one for each engine, not started yet; ``add`` adds others.
     """
 
     def __init__(self, clients: Sequence[SocketClient]) -> None:
-        self._clients = list(clients)
-        self._router = PrefixRouter(len(clients))
-        for number, client in enumerate(self._clients):
-            client.on_cache_change = lambda change, number=number: self._note(number, change)
+        self._clients: list[SocketClient] = []
+        self._router = PrefixRouter()
+        for client in clients:
+            self.add(client)
+
+    def add(self, client: SocketClient) -> None:
+        """Add an engine."""
+        number = len(self._clients)
+        self._clients.append(client)
+        client.on_cache_change = lambda change: self._note(number, change)
 
     async def start(self) -> None:
         """Start all engines; ``wait_ready`` waits until they accept submissions.
@@ -55,8 +62,15 @@ class PoolClient:
 
     @property
     def hello(self) -> Hello:
-        """Facts about the engines, their sequences and queues taken together."""
-        hellos = [client.hello for client in self._clients]
+        """Facts about the engines that are ready, their sequences and queues taken together; without any, about
+        those that have been."""
+        ready = [client for client in self._clients if client.state == "ready"]
+        hellos = []
+        for client in ready or self._clients:
+            with suppress(EngineUnavailable):
+                hellos.append(client.hello)
+        if not hellos:
+            raise EngineUnavailable(self.state, "the engines are still loading; wait until one is ready")
         queues = [hello.max_queue for hello in hellos]
         return replace(
             hellos[0],
@@ -73,7 +87,7 @@ class PoolClient:
             for name, value in stats.items():
                 total[name] = value if name in _SHARED else total.get(name, 0) + value
         for name in total.keys() & set(_RATIOS):
-            total[name] /= len(self._clients)
+            total[name] /= sum(name in stats for stats in self.stats_of_engines)
         if "prefix_hit_rate" in total:
             total["prefix_hit_rate"] = total.get("prefix_hit_tokens", 0) / max(total.get("prefix_query_tokens", 0), 1)
         return total
@@ -125,8 +139,8 @@ class PoolClient:
             raise EngineUnavailable(self.state, f"no engine is ready (the engines are {self.state}); try again later")
         hashes: list[bytes] = []
         if submit.prompts:
-            prompt, size = submit.prompts[0], int(self._clients[0].hello.stats.get("block_size", 0))
-            if size:
+            prompt = submit.prompts[0]
+            if size := int(next((c.stats["block_size"] for c in self._clients if "block_size" in c.stats), 0)):
                 extend_chain(hashes, prompt[:-1], 0, size, chain_start(submit.options.get("cache_salt") or ""))
         client = self._clients[self._router.choose(hashes, loads)]
         return client, client.submit(submit)

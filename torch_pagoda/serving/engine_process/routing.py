@@ -20,14 +20,12 @@ class PrefixRouter:
     A choice costs one lookup per block of the prompt, whatever the number of engines.
 
     Args:
-        num_engines: at least 1.
         slack: requests that an engine may have beyond the mean before a prompt that it holds goes elsewhere.
         imbalance: the same as a share of the mean; the larger of the two counts.
         seed: of the choice between engines that hold nothing of a prompt.
     """
 
-    def __init__(self, num_engines: int, *, slack: float = 1.0, imbalance: float = 0.25, seed: int = 0) -> None:
-        self.num_engines = num_engines
+    def __init__(self, *, slack: float = 1.0, imbalance: float = 0.25, seed: int = 0) -> None:
         self._slack, self._imbalance = slack, imbalance
         self._random = random.Random(seed)
         self._held: dict[bytes, int] = {}  # hash → bits of the engines that reported it

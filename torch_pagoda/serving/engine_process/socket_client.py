@@ -9,16 +9,24 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from .client import EngineDied, EngineState, EngineUnavailable, RequestRefused
 from .connection import EngineConnection, NotTaken
 from .counters import Counters
 from .delta_stream import MergedDeltas
 from .framing import FrameTooLong
-from .wire import WIRE_VERSION, Answer, Ask, CacheChange, Cancel, FromEngine, Hello, Step, Submit
+from .wire import WIRE_VERSION, Answer, Ask, CacheChange, Cancel, FromEngine, Hello, Step, Submit, ToEngine
 
 logger = logging.getLogger(__name__)
+
+
+class Connection(Protocol):
+    """What carries messages to an engine; see ``EngineConnection``."""
+
+    def send(self, message: ToEngine) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class SocketClient(ABC):
@@ -32,7 +40,7 @@ class SocketClient(ABC):
         self._state: EngineState = "loading"
         self._hello: Hello | None = None
         self._counters = Counters()
-        self._connection: EngineConnection | None = None
+        self._connection: Connection | None = None
         self._streams: dict[str, MergedDeltas] = {}
         self._asks: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -125,15 +133,15 @@ class SocketClient(ABC):
             self._asks.pop(call_id, None)
             self._expect_nothing_if_so()
 
-    def _ready_connection(self) -> EngineConnection:
+    def _ready_connection(self) -> Connection:
         if self._state != "ready" or self._connection is None:
             raise EngineUnavailable(self._state, f"the engine is {self._state}; try again later")
         return self._connection
 
     def _connect(self, sock: socket.socket) -> EngineConnection:
         """Talk to a new engine; ``_lost`` is called when it ends."""
-        self._connection = EngineConnection(sock, self._take, self._lose)
-        return self._connection
+        connection = self._connection = EngineConnection(sock, self._take, self._lose)
+        return connection
 
     def _disconnect(self, reason: str) -> None:
         """Close the socket, which ends the engine, and fail all waiting requests."""

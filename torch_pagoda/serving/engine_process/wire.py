@@ -197,6 +197,7 @@ class Hello(Struct, array_like=True, frozen=True, tag="hello"):
         model: folder or hub id of the model.
         device: ``"cpu"`` or ``"npu:0"``.
         stats: as in ``Step``.
+        weights: digest of the checkpoint, where engines on several hosts are compared.
     """
 
     version: int
@@ -208,6 +209,7 @@ class Hello(Struct, array_like=True, frozen=True, tag="hello"):
     model: str
     device: str
     stats: dict[str, int | float]
+    weights: str = ""
 
 
 class Step(Struct, array_like=True, frozen=True, tag="step"):

@@ -33,6 +33,22 @@ def escaped(text: str) -> str:
     return _HOSTILE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
+def set_up_logs(log_format: LogFormat, is_verbose: bool = False) -> None:
+    """Have this process log to stderr.
+
+    Args:
+        log_format: of the lines.
+        is_verbose: log what libraries say, too.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter(log_format))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO if is_verbose else logging.WARNING)
+    logging.getLogger("torch_pagoda.serving").setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
 class RequestLog:
     """The log of finished requests.
 

@@ -1,0 +1,264 @@
+"""``pagoda fleet``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..runtime.option import option
+from ..serving.settings import Settings
+from .engine_options import ENGINE_PANELS, LLM_OPTIONS
+from .errors import one_line_errors
+from .serve import NEEDED, check_extra, warn_of_open_door
+from .serve_options import ServeOptions, make_settings
+from .with_options import Model, json_object, with_options
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+    from ..serving.fleet.plan import FleetPlan
+
+_RAY = ((2, 60), (2, 62))
+"""The first version of Ray that this runs with, and the first not tried: Serve's interface to routers is alpha."""
+
+_PANELS = (
+    (
+        "Fleet",
+        "replicas autoscaling_config cpus_per_replica address app_name host port served_model_name no_ui root_path "
+        "log_format log_requests metrics_prefix enable_admin config",
+    ),
+    ("Access", "api_key api_key_file protect_metrics isolate_keys allowed_origins allowed_hosts"),
+    (
+        "Limits and times",
+        "max_queue max_num_queued_reqs max_queued_tokens max_logprobs max_body_size request_timeout body_timeout "
+        "sse_ping shutdown_timeout",
+    ),
+    (
+        "Answers",
+        "chat_template default_chat_template_kwargs trust_request_chat_template tool_call_parser reasoning_parser "
+        "generation_config strict_fields",
+    ),
+    *ENGINE_PANELS,
+    ("", "verbose debug"),
+)
+
+
+@dataclass(frozen=True)
+class FleetOptions(ServeOptions):
+    """Options of ``pagoda fleet``, in addition to the server's settings and the keyword arguments of ``LLM``."""
+
+    replicas: int = option(1, "Replicas of the model; with autoscaling, those at the start.")
+    autoscaling_config: str | None = option(None, "Fields of Ray Serve's AutoscalingConfig (JSON).", metavar="JSON")
+    cpus_per_replica: float | None = option(
+        None, "Processors that Ray reserves for a replica; by default equal shares of the cluster's."
+    )
+    address: str | None = option(None, "Ray cluster to join; by default RAY_ADDRESS, or one that is started here.")
+    app_name: str = option("pagoda", "Name of the application in Ray Serve.")
+
+
+@with_options(FleetOptions, _PANELS, (Settings,), LLM_OPTIONS)
+def fleet(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[str, Any]) -> None:
+    """Serve replicas of a model behind one address, with Ray Serve.
+
+    Prints one line to stdout when all replicas take requests. SIGTERM lets what is under way end. Exit status: 0
+    after a signal, 1 if the replicas could not start, 2 for a mistake in the arguments.
+    """
+    with one_line_errors(own.debug):
+        _check_ray()
+        settings = make_settings(model, own, server, engine, _version())
+        warn_of_open_door(settings)
+        is_local = _join_ray(own.address)
+        import ray
+        from ray import serve
+
+        try:
+            plan = make_plan(model, own, settings, engine)
+            status = _serve(plan, own, settings)
+        finally:
+            if is_local:
+                serve.shutdown()
+            ray.shutdown()
+    if status:
+        raise typer.Exit(status)
+
+
+@with_options(FleetOptions, _PANELS, (Settings,), LLM_OPTIONS)
+def _bind(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[str, Any]) -> Any:
+    """The application of a fleet; Ray runs."""
+    from ..serving.fleet.deployments import application
+
+    return application(make_plan(model, own, make_settings(model, own, server, engine, _version()), engine))
+
+
+def application_of(arguments: Mapping[str, Any]) -> Application:
+    """The application of ``serve run torch_pagoda.fleet:app``.
+
+    Args:
+        arguments: ``model``, and options of ``pagoda fleet`` with their names in Python.
+
+    Raises:
+        ValueError: an argument is missing, unknown or invalid.
+    """
+    _check_ray()
+    values = dict(arguments)
+    if "model" not in values:
+        raise ValueError("model is missing; give model=MODEL")
+    argv = [str(values.pop("model")), "--debug"]
+    for name, value in values.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool) or value in ("true", "false"):
+            is_on = value in (True, "true")
+            argv += [flag] if is_on else [f"--no-{flag[2:]}"]
+        elif isinstance(value, list):
+            argv += [part for item in value for part in (flag, str(item))]
+        else:
+            argv += [flag, json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    binder = typer.Typer(add_completion=False)
+    binder.command()(_bind)
+    try:
+        found: Application = typer.main.get_command(binder).main(argv, prog_name="fleet", standalone_mode=False)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # of click, see ``cli.main``
+            raise ValueError(f"fleet: {error.format_message()}") from None
+        raise
+    return found
+
+
+def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping[str, Any]) -> FleetPlan:
+    """What a fleet serves; Ray runs.
+
+    Raises:
+        ValueError: an option is invalid, or the cluster has not the processors.
+    """
+    import ray
+
+    from ..runtime.engine.engine_options import EngineOptions
+    from ..serving.fleet.plan import FleetPlan
+    from .engine_process import engine_argv
+    from .serving import QUEUE_PER_SEQUENCE, check_logs
+
+    check_logs(own)
+    options = own.llm_options(engine)
+    if options.get("distributed_executor_backend", "mp") != "mp":
+        raise ValueError("a fleet starts the ranks of a replica itself; leave out --distributed-executor-backend")
+    text = own.autoscaling_config
+    autoscaling = None if text is None else json_object("--autoscaling-config", text)
+    most = own.replicas if autoscaling is None else int(autoscaling.get("max_replicas", own.replicas))
+    sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
+    queue = QUEUE_PER_SEQUENCE * sequences * most if settings.max_queue is None else settings.max_queue
+    there = float(ray.cluster_resources().get("CPU", 0))
+    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+    cpus = own.cpus_per_replica
+    if cpus is None:
+        cpus = max(float(ranks), there // most)
+    if own.replicas * cpus > there:
+        raise ValueError(
+            f"--replicas {own.replicas} with {cpus:g} processors each need {own.replicas * cpus:g}, and Ray's "
+            f"cluster has {there:g}; lower --replicas or --cpus-per-replica, or add hosts"
+        )
+    return FleetPlan(
+        model=_absolute(model),
+        tokenizer=None if own.tokenizer is None else _absolute(own.tokenizer),
+        options={**options, "max_queue": queue + sequences},
+        settings=replace(settings, max_queue=queue),
+        engine_argv=tuple(engine_argv()),
+        replicas=own.replicas,
+        autoscaling=autoscaling,
+        cpus=cpus,
+        npus=ranks if str(options.get("device", "auto")).startswith("npu") else 0,
+        log_format=own.log_format,
+        log_requests=own.log_requests,
+    )
+
+
+def _check_ray() -> None:
+    """Check that the optional dependencies are installed, Ray in a version that this was tried with.
+
+    Raises:
+        ValueError: one line with the remedy.
+    """
+    check_extra("pagoda fleet", (*NEEDED, "ray"), "fleet")
+    version = importlib.metadata.version("ray")
+    found = tuple(int(part) for part in version.split(".")[:2])
+    first, end = (".".join(map(str, of)) for of in _RAY)
+    if not _RAY[0] <= found < _RAY[1]:
+        raise ValueError(
+            f"pagoda fleet needs Ray from {first} to below {end}, and {version} is installed; "
+            "install it: pip install 'torch-pagoda[fleet]'"
+        )
+    try:
+        importlib.import_module("ray.serve")
+    except ImportError as error:
+        raise ValueError(f"Ray Serve is incomplete ({error}); pip install 'torch-pagoda[fleet]'") from error
+
+
+def _join_ray(address: str | None) -> bool:
+    """Join a Ray cluster, or start one on this host; returns whether it was started here.
+
+    Raises:
+        ValueError: the cluster cannot be joined.
+    """
+    import ray
+
+    address = address or os.environ.get("RAY_ADDRESS")
+    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_worker_niceness", "0")):
+        os.environ.setdefault(name, value)
+    try:
+        if address is None:
+            ray.init(address="local", include_dashboard=False, log_to_driver=True, configure_logging=False)
+        else:
+            ray.init(address=address, log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "on this host" if address is None else f"at {address}"
+        raise ValueError(
+            f"Ray {where} cannot be used: {' '.join(str(error).split())[:500]}; start it with 'ray start --head', "
+            f"of the version that is installed here ({ray.__version__})"
+        ) from error
+    return address is None
+
+
+def _serve(plan: FleetPlan, own: FleetOptions, settings: Settings) -> int:
+    """Serve until a signal; returns the exit status."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    from ..serving.fleet.deployments import application
+
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        serve.start(http_options={"host": settings.host, "port": settings.port})
+        try:
+            handle = serve.run(application(plan), name=own.app_name, route_prefix="/")
+            handle.wait_for.remote(plan.replicas).result()
+        except (RuntimeError, RayError) as error:
+            reason = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), "")
+            typer.echo(f"pagoda: error: the fleet did not start: {reason.strip()}", err=True)
+            return 1
+        typer.echo(f"pagoda: serving {settings.model_name} on http://{settings.host}:{settings.port}")
+        stop.wait()
+        return 0
+    finally:
+        serve.delete(own.app_name)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _absolute(source: str) -> str:
+    """A folder or file as other processes find it; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
+
+
+def _version() -> str:
+    from .. import __version__
+
+    return __version__

@@ -1,0 +1,1 @@
+"""Replicas of one model behind one address, started and restarted by Ray Serve."""
