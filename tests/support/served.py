@@ -47,11 +47,11 @@ def cache_folder() -> Path:
 class Served:
     """A server that has said that it takes requests."""
 
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-c", "from torch_pagoda.cli import main; main()", "serve", str(MODEL)]
+    def __init__(self, *options: str, command: str = "serve", port: int = 0) -> None:
+        argv = [sys.executable, "-c", "from torch_pagoda.cli import main; main()", command, str(MODEL)]
         env = {name: value for name, value in os.environ.items() if name not in ("PAGODA_API_KEY", DISABLE)}
         self.process = subprocess.Popen(
-            [*command, "--port", "0", *FAST, *options],
+            [*argv, "--port", str(port), *FAST, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

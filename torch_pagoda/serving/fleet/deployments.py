@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
@@ -24,13 +25,15 @@ from ..monitoring.logs import RequestLog, log_throughput, set_up_logs
 from .fleet_client import FleetClient
 from .membership import follow
 from .plan import FleetPlan
-from .replica_client import NotThisReplica
+from .replica_client import SAY_SECONDS, NotThisReplica
 from .replica_server import ReplicaServer
 from .router import BlockHashRouter
 
 logger = logging.getLogger(__name__)
 
 _HEALTH_SECONDS = 2.0
+_WAIT_SECONDS = 0.5
+"""Seconds between two looks at whether a deployment that drains has ended its work."""
 _MOST_CALLS = 2**20
 """Calls of a replica at a time: the front's limits hold, not Serve's."""
 
@@ -56,16 +59,19 @@ class Engines:
         digest = asyncio.create_task(asyncio.to_thread(_digest, plan))
         try:
             await self._client.wait_ready()
-            self._server = ReplicaServer(self._client, await digest)
+            # A front cannot reach a replica that drains, and is gone only after the time that it has for that.
+            seconds = plan.settings.shutdown_timeout + 4 * SAY_SECONDS
+            self._server = ReplicaServer(self._client, await digest, seconds)
         except BaseException:
             await self._client.close()
             raise
 
-    async def news(self, replica: str, link: str, is_new: bool) -> AsyncIterator[bytes]:
+    async def news(self, replica: str, link: str) -> AsyncIterator[bytes]:
         """See ``ReplicaServer``; ``replica`` is the one that is meant."""
         self._check(replica)
-        async for frame in self._server.news(link, is_new):
-            yield frame
+        async with aclosing(self._server.news(link)) as frames:
+            async for frame in frames:
+                yield frame
 
     async def take(self, replica: str, link: str, frame: bytes) -> None:
         """See ``ReplicaServer``."""
@@ -137,8 +143,8 @@ class _RemoteReplica:
         self._news = engines.options(stream=True).news
         self._take = engines.take
 
-    async def news(self, link: str, is_new: bool) -> AsyncIterator[bytes]:
-        response: Any = self._news.remote(self.name, link, is_new)
+    async def news(self, link: str) -> AsyncIterator[bytes]:
+        response: Any = self._news.remote(self.name, link)
         try:
             async for frame in response:
                 yield frame
@@ -165,6 +171,7 @@ def application(plan: FleetPlan) -> serve.Application:
         max_ongoing_requests=_MOST_CALLS,
         logging_config={"enable_access_log": False},  # the front has its own
         health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
         graceful_shutdown_timeout_s=seconds,
         request_router_config={"request_router_class": BlockHashRouter},
     )
@@ -174,6 +181,7 @@ def application(plan: FleetPlan) -> serve.Application:
         max_ongoing_requests=_MOST_CALLS,
         logging_config={"enable_access_log": False},  # the front has its own
         health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
         graceful_shutdown_timeout_s=seconds,
     )
     return front.bind(plan, engines.bind(plan))

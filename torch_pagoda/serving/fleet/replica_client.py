@@ -7,6 +7,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import DecodeError
@@ -19,6 +20,8 @@ from ..engine_process.wire import Cancel, FromEngine, Hello, Refused, Step, Subm
 
 logger = logging.getLogger(__name__)
 
+SAY_SECONDS = 5.0
+"""Seconds between two messages of a front that has nothing else to say."""
 _AGAIN_SECONDS = 0.5
 
 
@@ -31,7 +34,7 @@ class Replica(Protocol):
 
     name: str
 
-    def news(self, link: str, is_new: bool) -> AsyncIterator[bytes]: ...
+    def news(self, link: str) -> AsyncIterator[bytes]: ...
 
     async def take(self, link: str, frame: bytes) -> None: ...
 
@@ -149,7 +152,7 @@ class _Link:
         self._decoder: Decoder[FromEngine] = Decoder(FromEngine)
         self._is_open = True
         self._sending: set[asyncio.Task[None]] = set()
-        self._reading = asyncio.create_task(self._read(), name="pagoda-replica-news")
+        self._tasks = (asyncio.create_task(self._read()), asyncio.create_task(self._say_so()))
 
     def send(self, message: ToEngine) -> None:
         """Send a message; messages may overtake each other."""
@@ -158,9 +161,17 @@ class _Link:
         task.add_done_callback(self._sending.discard)
 
     def close(self) -> None:
-        """Read and send nothing more; the replica forgets the link."""
+        """Read and send nothing more; the replica cancels what was asked for."""
         self._is_open = False
-        self._reading.cancel()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _say_so(self) -> None:
+        """Let the replica know that this front is there."""
+        while True:
+            await asyncio.sleep(SAY_SECONDS)
+            with suppress(Exception):  # ``_read`` sees why
+                await self._replica.take(self._name, b"")
 
     async def _send(self, message: ToEngine, frame: bytes) -> None:
         try:
@@ -173,12 +184,10 @@ class _Link:
                 self._lose(error)
 
     async def _read(self) -> None:
-        is_new = True
         try:
-            while True:
-                async for frame in self._replica.news(self._name, is_new):
-                    self._take(self._decoder.decode(frame))
-                is_new = False
+            async for frame in self._replica.news(self._name):
+                self._take(self._decoder.decode(frame))
+            self._lose("it has forgotten this front")
         except DecodeError as error:
             self._lose(f"it sent an invalid message ({error})")
         except Exception as error:

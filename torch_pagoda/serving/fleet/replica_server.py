@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 
 from msgspec.msgpack import Decoder, Encoder
@@ -26,81 +26,59 @@ class ReplicaServer:
     """Serves an engine to several fronts, each over a link of its own.
 
     A front reads the engine's messages as the frames of ``news``: ``Hello`` first, then ``Step``, each encoded in
-    msgpack. It sends its messages with ``take``.
+    msgpack. It sends its messages with ``take``, and an empty one now and then.
 
     Args:
         client: the engine, ready; used by nobody else.
         weights: digest of the checkpoint, for ``Hello``.
-        read_seconds: seconds after which ``news`` ends, to be called again.
-        forget_seconds: seconds after the end of ``news`` when a front that has not called it again counts as gone.
+        forget_seconds: seconds after the last message of a front when it counts as gone.
     """
 
-    def __init__(
-        self, client: SocketClient, weights: str, *, read_seconds: float = 10.0, forget_seconds: float = 10.0
-    ) -> None:
-        self._client, self._weights = client, weights
-        self._read_seconds, self._forget_seconds = read_seconds, forget_seconds
+    def __init__(self, client: SocketClient, weights: str, forget_seconds: float) -> None:
+        self._client, self._weights, self._forget_seconds = client, weights, forget_seconds
         self._links: dict[str, _Link] = {}
         self._cached: dict[bytes, None] = {}
         self._encoder = Encoder()
         self._decoder: Decoder[ToEngine] = Decoder(ToEngine)
+        client.on_cache_change = self._note
 
-    def note(self, change: CacheChange) -> None:
-        """Pass on a change of the prefix cache; the engine's ``on_cache_change``."""
-        if change.is_stored:
-            self._cached.update(dict.fromkeys(change.hashes))
-        elif change.hashes:
-            for content in change.hashes:
-                self._cached.pop(content, None)
-        else:
-            self._cached.clear()
-        for link in self._links.values():
-            link.put(change=change)
-
-    async def news(self, name: str, is_new: bool) -> AsyncIterator[bytes]:
-        """Frames for a front, until ``read_seconds`` have passed.
+    async def news(self, name: str) -> AsyncGenerator[bytes, None]:
+        """Open a link and yield its frames; when the reader ends this, what the front asked for is cancelled.
 
         Args:
             name: of the link.
-            is_new: open it.
 
         Raises:
             EngineDied: the engine has ended; what it sent before has been yielded.
-            ValueError: there is no such link (any more).
         """
-        if is_new:
-            link = self._links[name] = _Link()
-            hello = self._client.hello
-            yield self._encoder.encode(replace(hello, stats=dict(self._client.stats), weights=self._weights))
-            if self._cached:
-                yield self._encoder.encode(Step(time.monotonic(), [], cache=[CacheChange(True, [*self._cached])]))
-        elif (known := self._links.get(name)) is None:
-            raise ValueError(f"no link {name}")
-        else:
-            link = known
-        end = time.monotonic() + self._read_seconds
-        link.read_until = None
+        link = self._links[name] = _Link()
         try:
-            while True:
+            stats = self._client.stats
+            yield self._encoder.encode(replace(self._client.hello, stats=dict(stats), weights=self._weights))
+            if self._cached:
+                link.put(change=CacheChange(True, [*self._cached]))
+            while name in self._links:
                 if (step := link.take(self._client.stats)) is not None:
                     yield self._encoder.encode(step)
                 if self._client.state == "dead":
                     raise EngineDied("the engine of the replica has ended")
-                if (left := end - time.monotonic()) <= 0:
-                    return
-                await link.wait(min(left, STATS_SECONDS))
+                await link.wait(STATS_SECONDS)
         finally:
-            link.read_until = time.monotonic()
+            self._links.pop(name, None)
+            link.cancel_all()
 
     async def take(self, name: str, frame: bytes) -> None:
         """Apply a front's message; of a ``Submit``, return when it is answered.
 
         Raises:
-            ValueError: there is no such link (any more).
+            ValueError: there is no such link any more.
         """
         link = self._links.get(name)
         if link is None:
             raise ValueError(f"no link {name}")
+        link.heard = time.monotonic()
+        if not frame:
+            return
         message = self._decoder.decode(frame)
         if isinstance(message, Submit):
             await self._answer(link, message)
@@ -117,11 +95,10 @@ class ReplicaServer:
         """Cancel what fronts asked for that are gone."""
         now = time.monotonic()
         for name, link in list(self._links.items()):
-            if link.read_until is not None and now - link.read_until > self._forget_seconds:
-                logger.warning("a front is gone; its %d requests are cancelled", len(link.streams))
+            if now - link.heard > self._forget_seconds:
+                logger.warning("a front is gone; its requests are cancelled")
                 del self._links[name]
-                for stream in link.streams.values():
-                    stream.cancel()
+                link.cancel_all()
 
     async def _answer(self, link: _Link, submit: Submit) -> None:
         request_id = submit.request_id
@@ -143,18 +120,30 @@ class ReplicaServer:
             stream.cancel()
             link.streams.pop(request_id, None)
 
+    def _note(self, change: CacheChange) -> None:
+        """Pass on a change of the prefix cache."""
+        if change.is_stored:
+            self._cached.update(dict.fromkeys(change.hashes))
+        elif change.hashes:
+            for content in change.hashes:
+                self._cached.pop(content, None)
+        else:
+            self._cached.clear()
+        for link in self._links.values():
+            link.put(change=change)
+
 
 class _Link:
     """What one front has not read yet, and its requests.
 
     Attributes:
         streams: of the requests under way.
-        read_until: when ``news`` was read last; None while it is.
+        heard: ``time.monotonic`` of the front's last message.
     """
 
     def __init__(self) -> None:
         self.streams: dict[str, DeltaStream] = {}
-        self.read_until: float | None = None
+        self.heard = time.monotonic()
         self._unread = Step(0.0, [], [], [], None, [])
         self._early: dict[str, None] = {}
         self._has_news = asyncio.Event()
@@ -198,6 +187,11 @@ class _Link:
         self._early[request_id] = None
         if len(self._early) > _MOST_EARLY:
             del self._early[next(iter(self._early))]
+
+    def cancel_all(self) -> None:
+        """Cancel all requests."""
+        for stream in self.streams.values():
+            stream.cancel()
 
     def take(self, stats: Mapping[str, int | float]) -> Step | None:
         """Return the news as one message, now and then with the engine's statistics; None: there are none."""
