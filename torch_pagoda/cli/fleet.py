@@ -159,7 +159,7 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     cpus = own.cpus_per_replica
     if cpus is None:
-        cpus = max(float(ranks), there // most)
+        cpus = max(float(ranks), there // max(most, 1))
     if own.replicas * cpus > there:
         raise ValueError(
             f"--replicas {own.replicas} with {cpus:g} processors each need {own.replicas * cpus:g}, and Ray's "
