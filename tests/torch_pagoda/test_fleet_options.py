@@ -23,8 +23,12 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
     made: list[FleetPlan] = []
     ray, deployments = ModuleType("ray"), ModuleType("torch_pagoda.serving.fleet.deployments")
     ray.cluster_resources = lambda: {"CPU": 16.0}  # type: ignore[attr-defined]
+    ray.shutdown = lambda: None  # type: ignore[attr-defined]
+    ray.serve = ModuleType("ray.serve")  # type: ignore[attr-defined]
+    ray.serve.shutdown = lambda: None
     deployments.application = made.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray.serve", ray.serve)
     monkeypatch.setitem(sys.modules, deployments.__name__, deployments)
     monkeypatch.setattr(sys.modules["torch_pagoda.cli.fleet"], "_check_ray", lambda: None)
     return made
@@ -70,7 +74,6 @@ def test_arguments_of_serve_run_are_those_of_the_command(plans: list[FleetPlan])
         ({"replicas": 2}, "model is missing"),
         ({"model": "m", "replica": 2}, "No such option: --replica"),
         ({"model": "m", "replicas": 0}, "replicas=0"),
-        ({"model": "m", "replicas": 17}, "--replicas 17 with 1 processors each need 17, and Ray's cluster has 16"),
         ({"model": "m", "cpus_per_replica": -1}, "cpus_per_replica=-1"),
         ({"model": "m", "autoscaling_config": {"min_replicas": 0}}, "min_replicas=0 is not supported"),
         ({"model": "m", "distributed_executor_backend": "external_launcher"}, "starts the ranks of a replica itself"),
@@ -81,3 +84,12 @@ def test_wrong_arguments_are_refused(plans: list[FleetPlan], arguments: dict[str
     with pytest.raises(ValueError, match=message):
         app(arguments)
     assert not plans
+
+
+def test_more_replicas_than_a_host_has_processors_for_are_refused(
+    run: Run, plans: list[FleetPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["torch_pagoda.cli.fleet"], "_join_ray", lambda address: True)
+    status, out, err = run("fleet", "m", "--replicas", "17")
+    assert (status, out, plans) == (2, "", [])
+    assert "--replicas 17 with 1 processors each need 17, and this host has 16; lower --replicas" in err

@@ -82,6 +82,8 @@ def fleet(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[
 
         try:
             plan = make_plan(model, own, settings, engine)
+            if is_local:
+                _check_processors(plan)
             status = _serve(plan, own, settings)
         finally:
             if is_local:
@@ -137,7 +139,7 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     """What a fleet serves; Ray runs.
 
     Raises:
-        ValueError: an option is invalid, or the cluster has not the processors.
+        ValueError: an option is invalid.
     """
     import ray
 
@@ -160,11 +162,6 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     cpus = own.cpus_per_replica
     if cpus is None:
         cpus = max(float(ranks), there // max(most, 1))
-    if own.replicas * cpus > there:
-        raise ValueError(
-            f"--replicas {own.replicas} with {cpus:g} processors each need {own.replicas * cpus:g}, and Ray's "
-            f"cluster has {there:g}; lower --replicas or --cpus-per-replica, or add hosts"
-        )
     return FleetPlan(
         model=_absolute(model),
         tokenizer=None if own.tokenizer is None else _absolute(own.tokenizer),
@@ -178,6 +175,22 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
         log_format=own.log_format,
         log_requests=own.log_requests,
     )
+
+
+def _check_processors(plan: FleetPlan) -> None:
+    """Refuse what a Ray that gets no further hosts can never start.
+
+    Raises:
+        ValueError: it has too few processors.
+    """
+    import ray
+
+    needed, there = plan.replicas * plan.cpus, float(ray.cluster_resources().get("CPU", 0))
+    if needed > there:
+        raise ValueError(
+            f"--replicas {plan.replicas} with {plan.cpus:g} processors each need {needed:g}, and this host has "
+            f"{there:g}; lower --replicas or --cpus-per-replica, or join a cluster with --address"
+        )
 
 
 def _check_ray() -> None:

@@ -74,9 +74,8 @@ async def plain(client: openai.AsyncOpenAI, number: int) -> str:
     return str(answer.choices[0].text)
 
 
-async def streamed(client: openai.AsyncOpenAI, number: int) -> tuple[str, str | None]:
-    """The text, and the error that it ended with."""
-    texts: list[str] = []
+async def streamed(client: openai.AsyncOpenAI, number: int, texts: list[str]) -> tuple[str, str | None]:
+    """The text, whose parts are in ``texts`` as they come, and the error that it ended with."""
     try:
         stream = await client.completions.create(prompt=f"{PROMPTS[number % 2]} {number}", stream=True, **LONG)
         async for chunk in stream:
@@ -89,10 +88,11 @@ async def streamed(client: openai.AsyncOpenAI, number: int) -> tuple[str, str | 
 async def ask_and_kill(fleet: Served, victim: int) -> tuple[list[str], list[tuple[str, str | None]]]:
     async with client_of(fleet) as client:
         plains = [asyncio.create_task(plain(client, i)) for i in range(8)]
-        streams = [asyncio.create_task(streamed(client, i)) for i in range(8)]
-        while min(metric(fleet, "vllm:num_requests_running")) < 2:
-            assert not all(task.done() for task in plains)
-            await asyncio.sleep(0.05)
+        texts: list[list[str]] = [[] for _ in range(8)]
+        streams = [asyncio.create_task(streamed(client, i, texts[i])) for i in range(8)]
+        while not all(texts):
+            assert not any(task.done() for task in streams)
+            await asyncio.sleep(0.02)
         os.kill(victim, signal.SIGKILL)
         return await asyncio.gather(*plains), await asyncio.gather(*streams)
 
@@ -131,6 +131,7 @@ def test_a_kill_loses_only_what_has_streamed(fleet: Served, restarts: int) -> No
     cut = [(text, error) for text, error in streams if error is not None]
     assert len(plains) == 8 and whole and cut
     assert {error for _, error in cut} == {"The engine ended while running this request."}
+    assert fleet.errors.count("is sent to another engine") >= restarts
     seconds = wait_until_back(fleet, restarts)
     print(f"a replica was back after {seconds:.0f} s")
     again = asyncio.run(ask_again(fleet))
@@ -149,7 +150,7 @@ def test_a_signal_lets_what_is_under_way_end(fleet: Served) -> None:
 
     async def ask() -> None:
         async with client_of(fleet) as client:
-            found.append(await streamed(client, 0))
+            found.append(await streamed(client, 0, []))
 
     everything = processes(fleet, "ray") + processes(fleet, "engine_process")
     thread = threading.Thread(target=lambda: asyncio.run(ask()))

@@ -160,11 +160,12 @@ class _Link:
     ) -> None:
         """Append news, or only end ``wait``."""
         self._unread.deltas.extend(deltas)
-        for item, unread in (
-            *((refused, self._unread.refused), (answer, self._unread.answers), (change, self._unread.cache)),
-        ):
-            if item is not None:
-                unread.append(item)
+        if refused is not None:
+            self._unread.refused.append(refused)
+        if answer is not None:
+            self._unread.answers.append(answer)
+        if change is not None:
+            self._unread.cache.append(change)
         self._has_news.set()
 
     async def wait(self, seconds: float) -> None:
