@@ -227,28 +227,3 @@ def test_requests_of_a_front_that_is_gone_are_cancelled() -> None:
         await host.close()
 
     asyncio.run(use())
-
-
-def test_a_link_that_is_lost_is_opened_again_and_nothing_is_counted_twice() -> None:
-    async def use() -> None:
-        host = Host()
-        client = FleetClient(host.connect)
-        await host.open("a", caching())
-        client.set_replicas({"a"})
-        await client.wait_for(1)
-        for i in range(3):
-            await read_all(client.submit(Submit(f"r{i}", [PROMPT], {"max_tokens": 7, "ignore_eos": True})))
-            server = host.servers["a"]
-            while client.stats["generated_tokens"] < 7 * (i + 1):
-                await asyncio.sleep(0.02)
-            (link,) = server._links.values()
-            server._links.clear()
-            link.put()
-            while client.state == "ready":
-                await asyncio.sleep(0.01)
-            await client.wait_for(1)
-        assert client.stats["generated_tokens"] == 21 and client.stats["restarts"] == 0
-        await client.close()
-        await host.close()
-
-    asyncio.run(use())

@@ -44,7 +44,7 @@ class Engines:
     When the engine ends, the replica is unhealthy, and Serve replaces it.
     """
 
-    async def __init__(self, plan: FleetPlan) -> None:
+    async def __init__(self, plan: FleetPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         set_up_logs(plan.log_format)
         self._name = serve.get_replica_context().replica_id.unique_id
         start = Start(
@@ -98,7 +98,7 @@ class Engines:
 class Front:
     """The application of ``pagoda serve`` over the replicas."""
 
-    async def __init__(self, plan: FleetPlan, engines: DeploymentHandle) -> None:
+    async def __init__(self, plan: FleetPlan, engines: DeploymentHandle) -> None:  # type: ignore[misc]
         set_up_logs(plan.log_format)
         tokenizer = load_tokenizer(
             plan.tokenizer or plan.model, plan.options["trust_remote_code"], required=plan.tokenizer is not None
@@ -175,7 +175,7 @@ def application(plan: FleetPlan) -> serve.Application:
         graceful_shutdown_timeout_s=seconds,
         request_router_config={"request_router_class": BlockHashRouter},
     )
-    front = serve.deployment(
+    front: Any = serve.deployment(
         serve.ingress()(Front),
         ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=_MOST_CALLS,

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-_listeners: list[Callable[[Collection[str]], None]] = []
+_listeners: list[Callable[[Collection[str]], object]] = []
 
 
-def follow(listener: Callable[[Collection[str]], None]) -> None:
+def follow(listener: Callable[[Collection[str]], object]) -> None:
     """Have ``listener`` called with the names of all replicas when they change, in a thread of Serve's."""
     _listeners.append(listener)
 
