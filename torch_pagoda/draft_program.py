@@ -77,7 +77,7 @@ def draft_program(
         # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
         from .compiler.head_program import build_head
 
-        head = load_mtp_head(cast(str, model), loading.dtype, loading.trust_remote_code)
+        head = load_mtp_head(cast(str, model), loading.dtype, loading.trust_remote_code, config.model or None)
         return build_head(head, cast("LinkedProgram", target.program), head.shared, compiling)
     loading = replace(loading, gguf_file=None, generation_config="vllm", distributed_executor_backend="mp")
     compiling = replace(

@@ -14,7 +14,7 @@ LENGTHS = (0, 1, 3, 7)
 
 METHODS = ("suffix", "ngram", "draft_model", "mtp")
 _KEYS: dict[str, tuple[str, ...]] = {
-    "mtp": (),
+    "mtp": ("model",),
     "draft_model": ("model",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": (
@@ -32,7 +32,7 @@ class SpeculativeConfig:
     Attributes:
         method: ``"suffix"``, ``"ngram"``, ``"draft_model"`` or ``"mtp"``.
         num_speculative_tokens: most drafts of a request in one step; text that a grammar forces is not counted.
-        model: checkpoint folder or hub id of the draft model.
+        model: checkpoint folder or hub id of the draft model; or of the head, where it is not in the model's own.
         least_match: tokens at the end of a sequence that must occur earlier.
         longest_match: tokens that are compared.
         spec_factor: drafts per matching token; None: as many as may be.
@@ -84,13 +84,14 @@ def read_speculative_config(given: Mapping[str, Any]) -> SpeculativeConfig:
         if key not in known:
             raise ValueError(f"speculative_config: key {shown(key)} is not one of {method!r}; use {', '.join(known)}")
     most = _whole(given, "num_speculative_tokens", LENGTHS[-1])
-    if method == "mtp":
-        return SpeculativeConfig(method, most)
-    if method == "draft_model":
+    if method in ("mtp", "draft_model"):
         model = given.get("model")
+        if method == "mtp" and model is None:
+            return SpeculativeConfig(method, most)
         if not isinstance(model, str | os.PathLike) or not os.fspath(model):
+            kind = "head" if method == "mtp" else "draft model"
             raise ValueError(
-                f"speculative_config: model={shown(model)} names no draft model; use a checkpoint folder or hub id"
+                f"speculative_config: model={shown(model)} names no {kind}; use a checkpoint folder or hub id"
             )
         return SpeculativeConfig(method, most, os.fspath(model))
     if method == "ngram":

@@ -37,6 +37,25 @@ def test_tensors_are_those_of_transformers_head(model_type: str, tmp_path: Path)
     assert not [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
 
 
+@pytest.mark.parametrize("model_type", ["llama", "glm4_moe"])
+def test_a_head_in_a_folder_of_its_own(model_type: str, tmp_path: Path) -> None:
+    """Also of a class whose published models have none."""
+    model = build_tiny_model(model_type)
+    model.save_pretrained(tmp_path / "model")
+    save_with_head(model, make_head(model), tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    number = f"layers.{model.config.num_hidden_layers}."
+    save_file({name: each for name, each in load_file(file).items() if number in name}, file)
+    head = load_mtp_head(tmp_path / "model", "auto", False, tmp_path / "head")
+    expected, found = make_head(model).state_dict(), head.mtp.state_dict()
+    assert expected.keys() == found.keys()
+    assert not [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    with pytest.raises(ValueError, match=r"needs a head in the checkpoint, and model='.*/model' holds no tensors"):
+        load_mtp_head(tmp_path / "model", "auto", False, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"reads a config.json and safetensors, and model='.*/nowhere' holds none"):
+        load_mtp_head(tmp_path / "model", "auto", False, tmp_path / "nowhere")
+
+
 def test_embeddings_and_output_matrix_are_the_models(tmp_path: Path) -> None:
     model = saved("glm4_moe", tmp_path)
     options = CompileOptions(codegen="none", taps_hidden=True, quantization="int8", pack_weights=True)

@@ -77,32 +77,41 @@ class MtpHead(nn.Module):
         return CausalLMOutput(logits=self.mtp._project_to_logits(hidden))
 
 
-def load_mtp_head(source: str | os.PathLike[str], dtype: str | torch.dtype, trust_remote_code: bool) -> MtpHead:
+def load_mtp_head(
+    source: str | os.PathLike[str],
+    dtype: str | torch.dtype,
+    trust_remote_code: bool,
+    head_source: str | os.PathLike[str] | None = None,
+) -> MtpHead:
     """Read the first head of a checkpoint, its tensors mapped from the files.
 
     Args:
-        source: folder or hub id.
+        source: folder or hub id of the model.
         dtype: as for ``LLM``.
         trust_remote_code: as for ``LLM``.
+        head_source: that of a checkpoint of the head alone; None: the model's own holds it.
 
     Raises:
         ValueError: there is none, or none that transformers' generic head stands for.
     """
     name, config = load_config(source, trust_remote_code)
     model_class: Any = causal_lm_class(config)
-    files = checkpoint_files(source, dtype)
-    if model_class is None or files is None:
+    tensors = _float_tensors(source, name, dtype)
+    if model_class is None or tensors is None:
         raise ValueError(
             f"{_REFUSED} reads safetensors of a class of transformers' own, and model={name!r} is none; {_OTHERS}"
         )
-    if files.read is not None:
-        raise ValueError(
-            f"{_REFUSED} does not read heads of quantized checkpoints yet, and model={name!r} is "
-            f"{files.texts.get('quantized by', 'one')}; {_OTHERS}"
-        )
-    tensors = files.tensors()
+    own = tensors
+    if head_source is not None:
+        name = os.fspath(head_source)
+        given = _float_tensors(head_source, name, dtype)
+        if given is None:
+            raise ValueError(
+                f"{_REFUSED} reads a config.json and safetensors, and model={name!r} holds none; {_OTHERS}"
+            )
+        own = given
     text = config.get_text_config(decoder=True)
-    found = head_tensors(tensors, text.num_hidden_layers)
+    found = head_tensors(own, text.num_hidden_layers)
     if not found:
         raise ValueError(
             f"{_REFUSED} needs a head in the checkpoint, and model={name!r} holds no tensors "
@@ -127,6 +136,25 @@ def load_mtp_head(source: str | os.PathLike[str], dtype: str | torch.dtype, trus
             f"{_OTHERS}"
         ) from error
     return head.eval().requires_grad_(False)
+
+
+def _float_tensors(
+    source: str | os.PathLike[str], name: str, dtype: str | torch.dtype
+) -> Mapping[str, torch.Tensor] | None:
+    """The tensors of a checkpoint; None where it has no safetensors.
+
+    Raises:
+        ValueError: they are quantized.
+    """
+    files = checkpoint_files(source, dtype)
+    if files is None:
+        return None
+    if files.read is not None:
+        raise ValueError(
+            f"{_REFUSED} does not read heads of quantized checkpoints yet, and model={name!r} is "
+            f"{files.texts.get('quantized by', 'one')}; {_OTHERS}"
+        )
+    return files.tensors()
 
 
 def head_tensors(tensors: Mapping[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

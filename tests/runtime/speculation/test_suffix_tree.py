@@ -118,7 +118,8 @@ def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     [
         ({}, "method None is not known"),
         ({"method": "medusa"}, "method 'medusa' is not known; use 'suffix', 'ngram', 'draft_model' or 'mtp'"),
-        ({"method": "mtp", "model": "small"}, "key 'model' is not one of 'mtp'; use method, num_speculative_tokens"),
+        ({"method": "mtp", "model": ""}, "model='' names no head; use a checkpoint folder or hub id"),
+        ({"method": "mtp", "tree": 3}, "key 'tree' is not one of 'mtp'; use method, num_speculative_tokens, model"),
         ({"method": "draft_model"}, "model=None names no draft model; use a checkpoint folder or hub id"),
         ({"method": "draft_model", "model": 3}, "model=3 names no draft model"),
         ({"method": "draft_model", "model": "x", "prompt_lookup_max": 3}, "key 'prompt_lookup_max' is not one of"),
