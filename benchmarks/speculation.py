@@ -1,12 +1,14 @@
 """Speculative decoding: speed with and without drafts, sides in turns, and what acceptance and costs predict.
 
-    python benchmarks/speculation.py examples/tiny-pydoc --methods none,wrong,ngram,suffix --streams 1,8,32
+    python benchmarks/speculation.py examples/tiny-pydoc --parts methods --streams 1,8,32 \\
+        --methods none,wrong,ngram,suffix,mtp,draft_model
     python benchmarks/speculation.py examples/tiny-pydoc --parts forced,recorded,repeated --rounds 3
 
 Parts:
 
 - ``methods``: held-out text continued greedily with each method, ``wrong`` being a drafter that is always wrong.
-  ``mtp`` needs a model whose checkpoint has a head, ``draft_model`` one beside it.
+  Measured speed beside that which accepted drafts and measured costs of steps predict, and the share of drafts that
+  were accepted, by position. ``mtp`` and ``draft_model`` take MODEL-mtp and MODEL-draft if these folders are there.
 - ``recorded``: recorded answers as drafts of one stream, 0.7 of them right: measured beside predicted.
 - ``repeated``: requests that come again, with the suffix tree: steps.
 - ``forced``: a schema of ten fields: steps and seconds with and without ``draft_forced_tokens``.
@@ -30,6 +32,8 @@ from drafters import Oracle, draft
 
 import torch_pagoda as pagoda
 from torch_pagoda.runtime.requests.outputs import RequestOutput
+from torch_pagoda.runtime.speculation.config import LENGTHS
+from torch_pagoda.runtime.speculation.drafting import ACCEPTED_BY_PLACE
 
 TEXT = Path(__file__).resolve().parent.parent / "README.md"
 FIELDS = [
@@ -49,7 +53,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "speculative_config": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5},
     },
     "suffix": {"speculative_config": {"method": "suffix"}},
-    "mtp": {"speculative_config": {"method": "mtp"}},
 }
 
 
@@ -71,14 +74,16 @@ class Side:
             draft(self.llm, Oracle({}, 0.0, self.llm.program.vocab_size), None)
         self.seconds: list[float] = []
         self.before: dict[str, float] = {}
+        self.predicted = Predicted(self.drafting)
         self.mark()
 
     @staticmethod
     def config(name: str, given: argparse.Namespace) -> dict[str, Any]:
         """The options of a method."""
-        if name != "draft_model":
+        if name not in ("mtp", "draft_model"):
             return METHODS.get(name, {})
-        return {"speculative_config": {"method": name, "model": given.draft_model}}
+        model = given.head if name == "mtp" else given.draft_model
+        return {"speculative_config": {"method": name} | ({} if model is None else {"model": model})}
 
     def run(self, prompts: Sequence[Any], params: pagoda.SamplingParams) -> list[RequestOutput]:
         """Generate, and note the seconds."""
@@ -90,6 +95,7 @@ class Side:
     def mark(self) -> None:
         """Begin to count."""
         self.seconds = []
+        self.predicted.steps, self.predicted.drafts = [], []
         self.before = {**self.llm.stats(), **replays(self.llm)}
 
     def since(self, name: str) -> float:
@@ -100,6 +106,51 @@ class Side:
     def drafting(self) -> Any:
         """What plans its drafts."""
         return self.llm._core.state.drafting
+
+    def accepted(self) -> str:
+        """The share of drafts that were accepted, by position."""
+        drafts = max(self.since("spec_decode_num_drafts"), 1)
+        shares = [self.since(name) / drafts for name in ACCEPTED_BY_PLACE]
+        return " ".join(f"{share:.2f}" for share in shares if share) or "none"
+
+
+class Predicted:
+    """What accepted drafts and the measured costs of steps predict.
+
+    Attributes:
+        steps: (rows, requests, tokens given, seconds) of each, and whether it could have had drafts.
+        drafts: (drafter, requests, most drafts) of each time that drafts were computed.
+    """
+
+    def __init__(self, drafting: Any) -> None:
+        self.drafting = drafting
+        self.steps: list[tuple[int, int, int, float, bool]] = []
+        self.drafts: list[tuple[Any, int, int]] = []
+        if drafting is None:
+            return
+        learn, compute = drafting.learn, drafting.drafters.propose_all
+
+        def learning(scheduled: Sequence[Any], given: Sequence[int], seconds: float) -> None:
+            rows = sum([item.num_tokens for item in scheduled])
+            is_decode = all(item.is_last_chunk and item.num_tokens <= 1 + LENGTHS[-1] for item in scheduled)
+            self.steps.append((rows, len(scheduled), sum(given), seconds, is_decode))
+            learn(scheduled, given, seconds)
+
+        def computing(drafter: Any, requests: Sequence[Any], most: int) -> bool:
+            self.drafts.append((drafter, len(requests), most))
+            return bool(compute(drafter, requests, most))
+
+        drafting.learn, drafting.drafters.propose_all = learning, computing
+
+    def ratio(self) -> float:
+        """Speed relative to that of the same tokens one by one."""
+        if self.drafting is None:
+            return 1.0
+        of = self.drafting.lengths.seconds.of
+        plain = sum([of(count) * given / count if decode else took for _, count, given, took, decode in self.steps])
+        own = sum([of(rows) if decode else took for rows, _, _, took, decode in self.steps])
+        own += sum([drafter.seconds_of(count, most) for drafter, count, most in self.drafts])
+        return plain / own
 
 
 def replays(llm: pagoda.LLM) -> dict[str, float]:
@@ -175,8 +226,9 @@ def measure_methods(given: argparse.Namespace) -> None:
             accepted = side.since("spec_decode_num_accepted_tokens")
             share = counted[side.name][0] / max(counted[side.name][1], 1)
             print(
-                f"streams {streams:2}  {side.name:7} {statistics.median(ratios[side.name]):6.3f} x none  "
-                f"steps {side.since('steps'):6.0f}  drafted {drafts:6.0f}  accepted {accepted:6.0f}  "
+                f"streams {streams:2}  {side.name:11} {statistics.median(ratios[side.name]):6.3f} x none  "
+                f"predicted {side.predicted.ratio():6.3f}  steps {side.since('steps'):5.0f}  "
+                f"drafted {drafts:5.0f}  accepted {accepted:5.0f}, by position {side.accepted()}  "
                 f"replayed {share:5.1%}  tokens equal: {tokens[side.name] == tokens[sides[0].name]}",
                 flush=True,
             )
@@ -255,14 +307,19 @@ def measure_forced(given: argparse.Namespace) -> None:
     )
 
 
+def beside(model: str, kind: str) -> str | None:
+    """The folder that ``train_tiny.py --draft`` writes for a model, if it is there."""
+    folder = Path(f"{model.rstrip('/')}-{kind}")
+    return str(folder) if folder.is_dir() else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="examples/tiny-pydoc")
     parser.add_argument("--parts", default="methods,recorded,repeated,forced")
     parser.add_argument("--methods", default="none,wrong,ngram,suffix", type=lambda text: text.split(","))
-    parser.add_argument(
-        "--draft-model", help="checkpoint of the method draft_model, such as train_tiny.py --draft writes"
-    )
+    parser.add_argument("--draft-model", help="checkpoint of the method draft_model (default: MODEL-draft)")
+    parser.add_argument("--head", help="checkpoint of mtp (default: MODEL-mtp, or the model's own)")
     parser.add_argument("--streams", default="1,8,32", type=lambda text: list(map(int, text.split(","))))
     parser.add_argument("--dtype", default="float32", help="in bfloat16, give --batch-invariant for equal tokens")
     parser.add_argument("--batch-invariant", action="store_true")
@@ -275,6 +332,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.methods[0] != "none":
         parser.error("--methods begins with none, which the others are compared with")
+    given.draft_model = given.draft_model or beside(given.model, "draft")
+    given.head = given.head or beside(given.model, "mtp")
     if "draft_model" in given.methods and given.draft_model is None:
         parser.error("--methods draft_model needs --draft-model")
     parts = {

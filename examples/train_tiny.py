@@ -8,9 +8,10 @@ the defaults this takes less than half an hour on two CPU cores and writes a fol
     python examples/train_tiny.py --out /tmp/tiny-pydoc
     python examples/train_tiny.py --out /tmp/tiny-pydoc --minutes 5
 
-With `--draft` it trains a draft model for a folder that it wrote before, see `speculative_config`:
+With `--draft` it trains a draft model and a head for a folder that it wrote before, see `speculative_config`, each
+for so many minutes:
 
-    python examples/train_tiny.py --draft examples/tiny-pydoc --out examples/tiny-pydoc-draft --minutes 15
+    python examples/train_tiny.py --draft examples/tiny-pydoc --out examples --minutes 9 --learning-rate 1e-3
 
 For one version of Python and torch and one number of threads a run can be repeated: the seed is fixed, files
 are read in sorted order, and the number of steps is fixed as long as the time limit is not reached before.
@@ -22,9 +23,8 @@ import argparse
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from pydoc_text import HELD_OUT_PERCENT, Document, gather_documents
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import nn
 from torch.nn import functional
+from train_drafts import train_drafts
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 SEED = 1234
@@ -72,20 +73,6 @@ Python Software Foundation, licensed under the Python Software Foundation Licens
 https://docs.python.org/3/license.html); some modules carry further permissive notices of their authors,
 which that page lists. The weights and the tokenizer are derived from it and offered under the same
 license.
-"""
-
-
-DRAFT_README = """\
-# tiny-pydoc-draft
-
-A draft model of {parameters:,} parameters for `examples/tiny-pydoc`, with the same tokenizer:
-`LLM("examples/tiny-pydoc", speculative_config={{"method": "draft_model", "model": "examples/tiny-pydoc-draft"}})`.
-
-One Llama layer of hidden size 128, trained by `examples/train_tiny.py --draft` on the same text to give the same
-probabilities: {steps:,} steps, {tokens_seen:,} tokens, {cpu_minutes:.0f} CPU minutes. On held-out text its likeliest
-token is that of the model at {agreement:.1%} of the places.
-
-The text and the license are those of `examples/tiny-pydoc`.
 """
 
 
@@ -130,21 +117,6 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-@torch.no_grad()
-def make_draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
-    """A Llama of one layer and half the width, with the main components of the embeddings of `target`."""
-    given = target.config.to_dict()
-    given.update(
-        hidden_size=128, intermediate_size=384, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1
-    )
-    given.pop("layer_types", None)
-    draft = LlamaForCausalLM(LlamaConfig.from_dict(given)).float()
-    embeddings = target.get_input_embeddings().weight
-    components = torch.linalg.svd(embeddings, full_matrices=False).Vh[:128]
-    draft.get_input_embeddings().weight.copy_(embeddings @ components.T)
-    return draft
-
-
 def pack(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> torch.Tensor:
     """All documents as one int64 stream, each after an end-of-text token."""
     stream: list[int] = []
@@ -168,22 +140,6 @@ def next_token_loss(model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy in nats per token of windows [batch, length + 1]."""
     logits = model(input_ids=windows[:, :-1], use_cache=False).logits
     return functional.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
-
-
-def distillation_loss(target: nn.Module, model: nn.Module, windows: torch.Tensor) -> torch.Tensor:
-    """Mean cross entropy of the model with the probabilities of `target`."""
-    with torch.no_grad():
-        wanted = target(input_ids=windows[:, :-1], use_cache=False).logits.flatten(0, 1).float().softmax(-1)
-    logits = model(input_ids=windows[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.flatten(0, 1).float(), wanted)
-
-
-@torch.inference_mode()
-def agreement(target: nn.Module, model: nn.Module, stream: torch.Tensor) -> float:
-    """Share of the places of a stream where the likeliest tokens of two models are the same."""
-    chunks = stream.unfold(0, SEQUENCE_LENGTH, SEQUENCE_LENGTH).split(8)
-    likeliest = [[each(input_ids=chunk).logits.argmax(-1) for chunk in chunks] for each in (target, model)]
-    return float((torch.cat(likeliest[0]) == torch.cat(likeliest[1])).float().mean())
 
 
 @torch.inference_mode()
@@ -213,13 +169,7 @@ def make_optimizers(model: nn.Module, options: argparse.Namespace) -> list[torch
     ]
 
 
-def train(
-    model: LlamaForCausalLM,
-    stream: torch.Tensor,
-    held_out: torch.Tensor,
-    options: argparse.Namespace,
-    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = next_token_loss,
-) -> int:
+def train(model: LlamaForCausalLM, stream: torch.Tensor, held_out: torch.Tensor, options: argparse.Namespace) -> int:
     """Train in place until `options.steps` or `options.minutes` is reached, and return the number of steps.
 
     The learning rate follows a cosine over whichever of the two runs out first, so a slow machine that hits
@@ -241,7 +191,7 @@ def train(
             group["lr"] = rate
         # bf16 products are about 1.5 times as fast on CPUs that have them; the weights stay in fp32.
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bf16):
-            loss = loss_of(model, next(data))
+            loss = next_token_loss(model, next(data))
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -302,7 +252,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="folder to write the model to")
-    parser.add_argument("--draft", type=Path, help="train a draft model for the model of this folder")
+    parser.add_argument("--draft", type=Path, help="train a draft model and a head for this folder")
     parser.add_argument("--steps", type=int, default=5000, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=30, help="stop after so long (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
@@ -314,33 +264,13 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train_draft(options: argparse.Namespace) -> None:
-    """Train a draft model for the model of `options.draft`, and write its folder."""
+    """Train what drafts for the model of `options.draft`, and write its folders."""
     documents = gather_documents()
     tokenizer = AutoTokenizer.from_pretrained(options.draft)
     stream = pack([document for document in documents if not document.held_out], tokenizer)
     held_out = pack([document for document in documents if document.held_out], tokenizer)
     target = AutoModelForCausalLM.from_pretrained(options.draft, dtype=torch.float32, attn_implementation="eager")
-    model = make_draft(target)
-    model.set_attn_implementation("eager")
-    steps = train(model, stream, held_out, options, partial(distillation_loss, target))
-    nn.Module.to(model, torch.bfloat16)
-    nn.Module.to(model, torch.float32)
-    share = agreement(target, model, held_out)
-    print(f"the likeliest token is that of the model at {share:.1%} of the places")
-    nn.Module.to(model, torch.bfloat16)
-    model.save_pretrained(options.out)
-    tokenizer.save_pretrained(options.out)
-    (options.out / "model.safetensors").chmod(0o644)
-    (options.out / "README.md").write_text(
-        DRAFT_README.format(
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
-            steps=steps,
-            tokens_seen=steps * options.batch_size * SEQUENCE_LENGTH,
-            cpu_minutes=time.process_time() / 60,
-            agreement=share,
-        ),
-        encoding="utf-8",
-    )
+    train_drafts(target, tokenizer, stream, held_out, options)
 
 
 def main() -> None:

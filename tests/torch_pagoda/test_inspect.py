@@ -47,8 +47,11 @@ def test_inspect_prints_tables_and_writes_files(run: Run, checkpoint: Path, tmp_
 
 def test_inspect_writes_json_to_stdout(run: Run, checkpoint: Path, only_dynamo_passes: Callable[..., None]) -> None:
     only_dynamo_passes()
-    status, out, _ = run("inspect", checkpoint, "--json", "-", "--verify", "off", "--skip-pass", "gather_logits")
+    drafts = ("--speculative-config", '{"method": "mtp"}')
+    given = ("--json", "-", "--verify", "off", "--skip-pass", "gather_logits", *drafts)
+    status, out, _ = run("inspect", checkpoint, *given)
     assert status == 0
+    assert json.loads(out)["drafts"]["kind"] == "head" and json.loads(out)["drafts"]["token_bytes"] > 0
     assert "gather_logits" not in [entry["name"] for entry in json.loads(out)["passes"]]
 
 

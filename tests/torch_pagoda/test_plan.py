@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mtp_checkpoints import make_head
 from rich.console import Console
 
 from torch_pagoda.cli.profile_table import profile_table
@@ -174,3 +175,34 @@ def test_the_memory_of_the_fullest_stage(run: Run, config_only: Path) -> None:
     assert part["token_bytes"] == first["token_bytes"] == last["token_bytes"]
     _, out, _ = run("plan", config_only, "--memory", "8MiB", "-pp", "2", *LIMITS)
     assert "of 2 (layers" in out
+
+
+@pytest.mark.parametrize("method", ["mtp", "draft_model"])
+def test_what_drafts_is_counted(run: Run, config_only: Path, method: str) -> None:
+    config = {"method": method} | ({"model": str(config_only)} if method == "draft_model" else {})
+    plans = []
+    for added in ([], ["--speculative-config", json.dumps(config)]):
+        status, out, err = run("plan", config_only, "--memory", "8MiB", "--json", *LIMITS, *added)
+        assert status == 0, err
+        plans.append(json.loads(out))
+    plain, found = plans
+    drafts = found["drafts"]
+    assert plain["drafts"] is None
+    assert found["weight_bytes"] == plain["weight_bytes"] + drafts["weight_bytes"]
+    assert found["token_bytes"] == plain["token_bytes"] + drafts["token_bytes"]
+    if method == "draft_model":
+        assert (drafts["weight_bytes"], drafts["token_bytes"]) == (plain["weight_bytes"], plain["token_bytes"])
+    else:
+        size = build_tiny_model("llama").config.hidden_size
+        layer = make_head(build_tiny_model("llama")).layers
+        assert drafts["parameters"] == sum(weight.numel() for weight in layer.parameters())
+        assert drafts["weight_bytes"] == 4 * drafts["parameters"]
+        assert drafts["token_bytes"] == plain["token_bytes"] // 2 + 4 * size, "two layers, and a hidden row"
+
+
+def test_a_head_that_cannot_be_is_refused(run: Run, config_only: Path) -> None:
+    config = json.dumps({"method": "mtp"})
+    status, _, err = run("plan", config_only, "-tp", "2", "--memory", "8MiB", "--speculative-config", config)
+    assert status == 2 and "method 'mtp' runs in one process, not in 2" in err
+    status, _, err = run("plan", config_only, "--speculative-config", "{")
+    assert status == 2 and "--speculative-config is not JSON" in err

@@ -125,9 +125,7 @@ def load_mtp_head(
             )
     kept = resolve_dtype(dtype) or getattr(text, "dtype", None) or next(iter(found.values())).dtype
     try:
-        with torch.device("meta"):
-            skeleton = _skeleton(model_class, config, kept)
-            head = MtpHead(skeleton)
+        head, skeleton = _without_weights(model_class, config, kept)
         _load(head, skeleton, found, kept)
         _share(head, tensors, kept)
     except Exception as error:
@@ -155,6 +153,26 @@ def _float_tensors(
             f"{files.texts.get('quantized by', 'one')}; {_OTHERS}"
         )
     return files.tensors()
+
+
+def head_skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> MtpHead:
+    """Return the head that a model of this class and configuration would have, on the meta device.
+
+    Raises:
+        ValueError: transformers' generic head does not stand for it.
+    """
+    try:
+        return _without_weights(model_class, config, dtype)[0]
+    except Exception as error:
+        raise ValueError(
+            f"{_REFUSED} knows no head of a {model_class.__name__}: {first_line(error)}; {_OTHERS}"
+        ) from error
+
+
+def _without_weights(model_class: Any, config: Any, dtype: torch.dtype) -> tuple[MtpHead, PreTrainedModel]:
+    with torch.device("meta"):
+        skeleton = _skeleton(model_class, config, dtype)
+        return MtpHead(skeleton), skeleton
 
 
 def head_tensors(tensors: Mapping[str, torch.Tensor], num_layers: int) -> dict[str, torch.Tensor]:

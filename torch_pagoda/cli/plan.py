@@ -17,6 +17,7 @@ from .errors import one_line_errors
 from .format_table import format_table
 from .memory_table import GB, GIB, block_line, memory_table
 from .number_table import number_table
+from .with_options import json_object
 
 if TYPE_CHECKING:
     import torch
@@ -71,6 +72,10 @@ def plan(
     expert_parallel_size: Annotated[
         int | None, typer.Option(help="Groups of them that hold different experts, each cut within its group.")
     ] = None,
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(help='Count a draft model or a head, e.g. {"method": "mtp"}.', metavar="JSON"),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Everything as JSON, sizes in bytes.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log what is done, to stderr.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
@@ -89,6 +94,7 @@ def plan(
         from ..compiler.costs.requirements import requirements
         from ..compiler.options import CompileOptions
         from ..device import resolve_device
+        from ..reports.draft_needs import draft_needs
         from ..reports.memory_plan import plan_memory
         from ..runtime.cache.kv_cache import UNSTATED_MODEL_LEN, available_memory
         from ..runtime.engine.engine_options import EngineOptions, parse_memory
@@ -137,14 +143,25 @@ def plan(
             # As the engine does it: on an NPU all layers share one block table.
             by_window=options.target == "cpu",
         )
-        plans = [plan(share.caches, weight_bytes=int(share.weight_bytes * smaller)) for share in shares]
-        found = plan(needs.caches, weight_bytes=needs.weight_bytes) if not plans else min(plans, key=_room)
+        given = None if speculative_config is None else json_object("--speculative-config", speculative_config)
+        drafts = draft_needs(given, model, wanted, options, needs.caches)
+        # The first rank drafts.
+        added, added_bytes = ((), 0) if drafts is None else (drafts.caches, drafts.weight_bytes)
+        plans = [
+            plan(
+                [*share.caches, *(added if share is shares[0] else ())],
+                weight_bytes=int(share.weight_bytes * smaller) + (added_bytes if share is shares[0] else 0),
+            )
+            for share in shares
+        ]
+        found = min(plans, key=_room) if plans else plan([*needs.caches, *added], weight_bytes=served + added_bytes)
     if as_json:
         said = {**_as_dict(found, needs, sizes, kv_cache_dtype), "tensor_parallel_size": ranks}
         said |= {"pipeline_parallel_size": pipeline_parallel_size}
         said |= {"stages": None if needs.stages is None else needs.stages.to_dict()}
         said["experts"] = {} if needs.shares is None else needs.shares.experts
         said["formats"] = None if formats is None else [asdict(one) for one in formats]
+        said["drafts"] = None if drafts is None else drafts.to_dict()
         print(json.dumps(said, indent=1, allow_nan=False))
     else:
         where = f", on each of {ranks} ranks" if ranks > 1 else ""
@@ -155,6 +172,8 @@ def plan(
         for count, (held, over) in ({} if needs.shares is None else needs.shares.experts).items():
             where += f": {held} of {count} experts{f', 1/{over} of each' if over > 1 else ''}"
         _print(found, needs, sizes, kv_cache_dtype, where)
+        if drafts is not None:
+            Console().print(f"{drafts} They are counted above.", highlight=False)
         if formats is not None:
             console = Console()
             console.print()

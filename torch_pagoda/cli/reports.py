@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from ..checkpoint.format_bytes import FormatBytes
     from ..compiler.costs.skeleton import Skeleton
     from ..compiler.report import CompileReport
+    from ..reports.draft_needs import DraftNeeds
 
 CULPRIT_FOUND = 1
 
@@ -53,6 +54,9 @@ class InspectOptions(PassOptions):
         None, "Write everything as JSON there; '-': stdout.", flags=("--json",), metavar="FILE"
     )
     layer: int | None = option(None, "Decoder layer to draw in the page.")
+    speculative_config: Mapping[str, Any] | None = option(
+        None, 'Show a draft model or a head, e.g. {"method": "mtp"}.', metavar="JSON"
+    )
 
 
 _INSPECT_PANELS = (
@@ -60,7 +64,7 @@ _INSPECT_PANELS = (
     (
         "Engine",
         "quantization kv_cache_dtype tensor_parallel_size pipeline_parallel_size expert_parallel_size "
-        "enable_expert_parallel",
+        "enable_expert_parallel speculative_config",
     ),
 )
 
@@ -96,6 +100,7 @@ def inspect(
         with show_phases(model):
             module = _load_or_build(model, load, choices["target"])
             formats = _formats(module, choices["target"])
+            drafts = _drafts(own.speculative_config, model, load, choices)
             explanation = explain(
                 module,
                 **choices,
@@ -109,6 +114,8 @@ def inspect(
         said = explanation.to_dict()
         if formats:
             said["formats"] = [asdict(one) for one in formats]
+        if drafts is not None:
+            said["drafts"] = drafts.to_dict()
         text = json.dumps(said, indent=1, allow_nan=False)
         if own.json_file is not None and str(own.json_file) != "-":
             own.json_file.write_text(text + "\n", encoding="utf-8")
@@ -118,6 +125,8 @@ def inspect(
     Console().print(explanation)
     if formats:
         Console().print(format_table(formats))
+    if drafts is not None:
+        Console().print(str(drafts), highlight=False)
     for file in (own.html, own.json_file):
         if file is not None:
             typer.echo(f"written: {file}", err=True)
@@ -192,6 +201,19 @@ def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatByte
         return formats_of_gguf(open_gguf(name), module.dtype, target=target)
     unpacked = [name for name, _ in latent_attention_weights(module)] if target == "npu" else []
     return formats_of(module.named_parameters(), module.dtype, target=target, unpacked=unpacked)
+
+
+def _drafts(
+    given: Mapping[str, Any] | None, model: str, load: Mapping[str, Any], choices: Mapping[str, Any]
+) -> DraftNeeds | None:
+    """The draft model or the head; None without one."""
+    from ..checkpoint.loading import resolve_dtype
+    from ..compiler.options import CompileOptions
+    from ..device import resolve_device
+    from ..reports.draft_needs import draft_needs
+
+    options = CompileOptions.from_dict(dict(choices)).for_device(resolve_device("auto").type)
+    return draft_needs(given, model, resolve_dtype(load["dtype"]), options)
 
 
 def _lacks_weights(folder: Path) -> bool:
