@@ -21,6 +21,7 @@ from typing import Any
 import httpx
 import pytest
 import typer
+from mtp_checkpoints import make_head, save_with_head
 from page_text import PAGES, ROOT, anchors, code_blocks, links, section
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -86,6 +87,8 @@ def run_page(
     def run(page: str) -> dict[str, Any]:
         if "register_pass(" in page:
             programs.clear()  # they were compiled without the pass
+        if '"mtp"' in page:
+            save_with_head(llama, make_head(llama), folder)
         public = {name: getattr(pagoda, name) for name in pagoda.__all__}
         quick: dict[str, Any] = {name: partial(public[name], **fast) for name in ("LLM", "AsyncLLM", "compile")}
         inputs = tokenizer(["the cat", "one two three"], return_tensors="pt", padding=True)
