@@ -149,8 +149,9 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
 
 def hidden_rows(tokens: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
     """Make hidden rows ``[1, T, size]``, float32, for a model that takes them: any numbers that follow from a token
-    and its position, so that they are the same however a sequence is cut."""
-    table = torch.randn(_KINDS_OF_ROWS, size, generator=torch.Generator().manual_seed(1))
+    and its position, so that they are the same however a sequence is cut. All are bfloat16 numbers, so that a graph
+    in float32 reads what one in half precision does."""
+    table = torch.randn(_KINDS_OF_ROWS, size, generator=torch.Generator().manual_seed(1)).bfloat16().float()
     return table[(31 * tokens + 7 * positions) % _KINDS_OF_ROWS][None]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mtp_checkpoints import make_head, save_with_head
-from stored_blocks import answers
+from stored_blocks import answers, generate, store_engine
 
 from torch_pagoda.checkpoint.mtp_head import load_mtp_head
 from torch_pagoda.compiler import CompileOptions
@@ -22,6 +23,7 @@ from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.speculation.mtp import MtpDrafter
 
 from tiny_models import build_tiny_model
+
 
 MODELS = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
 LENGTHS = (9, 40, 21)
@@ -36,6 +38,7 @@ SIZES: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {
     "float32": {},
     "int8": {"quantization": "int8", "pack_weights": True},
+    "bfloat16": {"batch_invariant": True, "pack_weights": True},
 }
 
 
@@ -43,6 +46,8 @@ KINDS: dict[str, dict[str, Any]] = {
 def programs(name: str, folder: Any, kind: str = "float32") -> tuple[Any, Any, Any]:
     """The model, its program and that of its head."""
     model = build_tiny_model(name)
+    if kind == "bfloat16":
+        model = model.bfloat16()
     folder = folder / kind / name
     save_with_head(model, make_head(model), folder)
     options = CompileOptions(codegen="none", taps_hidden=True, **KINDS[kind])
@@ -73,9 +78,11 @@ def run(engine: Engine, params: SamplingParams) -> tuple[list[Any], int]:
     return [(o.outputs[0].token_ids, o.outputs[0].finish_reason, o.outputs[0].logprobs) for o in outputs], cached
 
 
-def with_head(name: str, folder: Any, length: int = 3, kind: str = "float32", **options: Any) -> Engine:
+def with_head(
+    name: str, folder: Any, length: int = 3, kind: str = "float32", make: Any = Engine, **options: Any
+) -> Engine:
     _, program, head = programs(name, folder, kind)
-    engine = Engine(program, draft_program=head, speculative_config={"method": "mtp"}, **options)
+    engine: Engine = make(program, draft_program=head, speculative_config={"method": "mtp"}, **options)
     drafting = engine._core.state.drafting
     assert drafting is not None
     lengths = drafting.lengths
@@ -161,7 +168,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(name: str, options: dict[
 
 
 @pytest.mark.parametrize("name", ["llama"])
-@pytest.mark.parametrize("kind", ["int8"])
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 def test_tokens_are_those_without_a_head_in_other_dtypes(name: str, kind: str, folder: Any) -> None:
     params = SamplingParams(max_tokens=20, ignore_eos=True, seed=3, top_p=0.9)
     options: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4, **SIZES["chunks"]}
@@ -169,3 +176,26 @@ def test_tokens_are_those_without_a_head_in_other_dtypes(name: str, kind: str, f
     engine = with_head(name, folder, kind=kind, **options)
     assert run(engine, params)[0] == expected
     assert engine.stats()["spec_decode_num_draft_tokens"] > 0 and not engine.stats()["drafters_failed"]
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_blocks_of_a_store_come_with_the_heads_keys(
+    name: str, folder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that takes them all has the tokens and the drafts of the one that stored them."""
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, 200, (length,), generator=generator).tolist() for length in LENGTHS]
+    expected = answers(Engine(programs(name, folder)[1], block_size=4, num_blocks=96), prompts, 12)
+    noted = noted_drafts(monkeypatch)
+    found = []
+    for turn in range(2):
+        engine = with_head(name, folder, make=partial(store_engine, folder=tmp_path), num_blocks=96)
+        outputs = generate(engine, prompts, 12)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
+        cached = [(length - 1) // 4 * 4 if turn else 0 for length in LENGTHS]
+        assert [output.num_cached_tokens for output in outputs] == cached
+        assert not engine.stats()["drafters_failed"]
+        found.append(dict(noted))
+        noted.clear()
+        engine.shutdown()
+    assert found[0] == found[1] and any(found[0].values())

@@ -170,7 +170,9 @@ def head_skeleton(model_class: Any, config: Any, dtype: torch.dtype) -> MtpHead:
 
 
 def _without_weights(model_class: Any, config: Any, dtype: torch.dtype) -> tuple[MtpHead, PreTrainedModel]:
-    with torch.device("meta"):
+    from transformers.modeling_utils import local_torch_dtype
+
+    with torch.device("meta"), local_torch_dtype(dtype):
         skeleton = _skeleton(model_class, config, dtype)
         return MtpHead(skeleton), skeleton
 
