@@ -80,7 +80,7 @@ class MooncakeStore:
 
     def _load(self, key: bytes, part: memoryview) -> bool:
         name, size = self._key(key), HEAD_SIZE + part.nbytes
-        op, entry = self._answer(Op.LOAD, name, size.to_bytes(8, "little"))
+        op, entry = self._answer(Op.LOAD, name)
         if op is Op.ABSENT:
             return False
         content = memoryview(entry)[HEAD_SIZE:]

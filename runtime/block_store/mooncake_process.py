@@ -123,13 +123,6 @@ def _answer(client: Any, op: Op, data: bytearray) -> tuple[Op, bytes | memoryvie
         if code == _RPC_FAILED:
             return Op.FAILED, _NO_MASTER
         return (Op.ABSENT if code else Op.DONE), b""
-    size = client.get_size(name)
-    if size == _RPC_FAILED:
-        return Op.FAILED, _NO_MASTER
-    if size < 0:
-        return Op.ABSENT, b""
-    if size != int.from_bytes(data[NAME_SIZE:], "little"):
-        return Op.DONE, b""  # somebody else's
     entry = client.get_buffer(name)
     return (Op.ABSENT, b"") if entry is None else (Op.DONE, memoryview(entry))
 
