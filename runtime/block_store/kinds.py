@@ -12,7 +12,7 @@ from .entries import Seal
 from .folder import FolderStore
 from .store import BlockStore
 
-_FORMS = "folder:///absolute/path, valkey://host:6379 or valkeys://host:6379"
+_FORMS = "folder:///absolute/path, valkey://host:6379, valkeys://host:6379 or mooncake://host:50051"
 _LEAST_SECRET, _MOST_SECRET = 16, 64
 
 
@@ -33,6 +33,13 @@ def check_address(address: str) -> SplitResult:
     elif parts.scheme in ("valkey", "valkeys"):
         if not parts.hostname or port == 0 or parts.query or parts.fragment:
             raise ValueError(f"kv_store: the {parts.scheme} address names no server; use {parts.scheme}://host:6379")
+    elif parts.scheme == "mooncake":
+        is_more = parts.path or parts.query or parts.fragment or parts.username is not None
+        if not parts.hostname or ":" in parts.hostname or port == 0 or is_more:
+            raise ValueError(
+                "kv_store: the mooncake address is not a host (a name or an IPv4 address) and a port; "
+                "use mooncake://host:50051"
+            )
     else:
         raise ValueError(f"kv_store: the kind of store {parts.scheme!r} is unknown; use {_FORMS}")
     return parts
@@ -44,10 +51,11 @@ def open_block_store(address: str, seal: Seal, size: int | None) -> BlockStore:
     Args:
         address: of the store.
         seal: names and seals the entries.
-        size: most bytes of a folder.
+        size: most bytes of a folder; of Mooncake, the bytes that this process adds.
 
     Raises:
-        ValueError: the folder is not private or cannot be made, or the package for the store is missing.
+        ValueError: the folder is not private or cannot be made, the package for the store is missing, or the size is
+            too small.
     """
     parts = check_address(address)
     if parts.scheme == "folder":
@@ -55,6 +63,10 @@ def open_block_store(address: str, seal: Seal, size: int | None) -> BlockStore:
             return FolderStore(Path(unquote(parts.path)), seal, size)
         except OSError as error:
             raise ValueError(f"kv_store={address!r} cannot be used: {error}") from None
+    if parts.scheme == "mooncake":
+        from .mooncake import MooncakeStore
+
+        return MooncakeStore(parts, seal, size)
     from .valkey import ValkeyStore
 
     return ValkeyStore(parts, seal)

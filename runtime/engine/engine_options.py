@@ -62,9 +62,10 @@ class EngineOptions:
             tokens stay the same. See ``speculation.config.SpeculativeConfig``. None: only what
             ``draft_forced_tokens`` says.
         draft_forced_tokens: verify in one step the tokens that a grammar of ``structured_outputs`` forces.
-        kv_store: where blocks are kept for later engines and others: ``"folder:///path"`` or ``"valkey://host:6379"``
-            (``valkeys://`` for TLS). None: nowhere.
-        kv_store_size: most bytes in such a folder, or as ``"100GiB"``. None: 16 GiB, or a tenth of what is free.
+        kv_store: where blocks are kept for later engines and others: ``"folder:///path"``, ``"valkey://host:6379"``
+            (``valkeys://`` for TLS) or ``"mooncake://host:50051"``. None: nowhere.
+        kv_store_size: most bytes in such a folder, or as ``"100GiB"``; of Mooncake, bytes of memory that the engine
+            adds. None: 16 GiB, or a tenth of what is free; of Mooncake 1 GiB.
         kv_store_key_file: file with a secret of 16 to 64 bytes that seals the entries; who does not have it can
             neither make nor change one. None: the seal finds accidents only.
         kv_store_wait: most seconds that a request that could run waits for its blocks from the store.
@@ -95,8 +96,10 @@ class EngineOptions:
         None, 'Several tokens a step, e.g. {"method": "suffix"}, "ngram", "draft_model" or "mtp".'
     )
     draft_forced_tokens: bool = option(True, "Compute tokens that a grammar forces one by one.")
-    kv_store: str | None = option(None, "Keep KV blocks in folder:///path or valkey://host:6379.")
-    kv_store_size: int | str | None = option(None, "Most bytes of that folder, e.g. 100GiB.")
+    kv_store: str | None = option(
+        None, "Keep KV blocks in folder:///path, valkey://host:6379 or mooncake://host:50051."
+    )
+    kv_store_size: int | str | None = option(None, "Most bytes of that folder, or lent to Mooncake, e.g. 100GiB.")
     kv_store_key_file: str | None = option(None, "File with the secret that seals stored blocks.")
     kv_store_wait: float = option(0.2, "Seconds that a request waits for stored blocks.")
     kv_store_write: str = option("reused", "Store reused (asked for twice) or all blocks.")

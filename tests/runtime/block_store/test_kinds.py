@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 from stored_blocks import store_engine
 
-from torch_pagoda.runtime.block_store.kinds import check_address, read_secret
+from torch_pagoda.runtime.block_store.entries import Seal
+from torch_pagoda.runtime.block_store.kinds import check_address, open_block_store, read_secret
 from torch_pagoda.runtime.engine.engine_options import EngineOptions
 
 from toy_program import ToyProgram
 
 
-@pytest.mark.parametrize("address", ["folder:///a/b", "valkey://h:6379", "valkeys://u:p@h/3", "valkey://[::1]:1"])
+@pytest.mark.parametrize(
+    "address", ["folder:///a/b", "valkey://h:6379", "valkeys://u:p@h/3", "valkey://[::1]:1", "mooncake://h:1"]
+)
 def test_addresses_that_there_are(address: str) -> None:
     check_address(address)
 
@@ -31,12 +35,24 @@ def test_addresses_that_there_are(address: str) -> None:
         ("valkey://:hidden@host:99999", "cannot be read"),
         ("valkey://:hidden@host?db=1", "names no server"),
         ("rediss://:hidden@host", "is unknown"),
+        ("mooncake://", "is not a host"),
+        ("mooncake://[::1]:1", "is not a host"),
+        ("mooncake://u:hidden@host", "is not a host"),
+        ("mooncake://host/hidden", "is not a host"),
     ],
 )
 def test_what_is_no_address_is_refused_without_its_password(address: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as refused:
         check_address(address)
     assert "hidden" not in str(refused.value)
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(ValueError, match=r"needs a package; run: pip install 'torch-pagoda\[mooncake\]'"):
+        open_block_store("mooncake://host", Seal(b"f" * 16), None)
+    with pytest.raises(ValueError, match="kv_store_size=1000 is less"):
+        open_block_store("mooncake://host", Seal(b"f" * 16), 1000)
 
 
 @pytest.mark.parametrize(
