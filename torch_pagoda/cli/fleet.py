@@ -223,8 +223,8 @@ def _join_ray(address: str | None) -> bool:
     import ray
 
     address = address or os.environ.get("RAY_ADDRESS")
-    for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_worker_niceness", "0")):
-        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         if address is None:
             ray.init(address="local", include_dashboard=False, log_to_driver=True, configure_logging=False)

@@ -164,7 +164,7 @@ def application(plan: FleetPlan) -> serve.Application:
     number: dict[str, Any] = {"num_replicas": plan.replicas}
     if plan.autoscaling is not None:
         number = {"autoscaling_config": {"initial_replicas": plan.replicas, **plan.autoscaling}}
-    engines = serve.deployment(
+    engines: Any = serve.deployment(
         Engines,
         **number,
         ray_actor_options=options,
