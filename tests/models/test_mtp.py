@@ -24,7 +24,6 @@ from torch_pagoda.runtime.speculation.mtp import MtpDrafter
 
 from tiny_models import build_tiny_model
 
-
 MODELS = ("glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5_text")
 LENGTHS = (9, 40, 21)
 PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "seeded": {"seed": 3, "top_p": 0.9, "logprobs": 2}}
