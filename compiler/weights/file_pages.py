@@ -25,6 +25,8 @@ _MOST_ASKED = 128 << 10
 """Bytes that one call makes Linux read: no more than a disk reads ahead, by default so much."""
 _MOST_SKIPPED = 4096
 """Bytes between runs that are read with them: a part of a page costs all of it."""
+_without_read_ahead: set[str] = set()
+"""Inodes of the files that ``read_no_more`` was called for."""
 _MAPS, _SMAPS = Path("/proc/self/maps"), Path("/proc/self/smaps")
 
 
@@ -79,6 +81,7 @@ def read_no_more(path: str) -> None:
     advise, inode = madvise(), str(os.stat(path).st_ino)
     if advise is None or not _MAPS.exists():
         return
+    _without_read_ahead.add(inode)
     for line in _MAPS.read_text().splitlines():
         addresses, _, _, _, found, *_ = line.split(maxsplit=5)
         if found == inode:
@@ -87,9 +90,10 @@ def read_no_more(path: str) -> None:
 
 
 def will_read(tensors: Iterable[torch.Tensor | None]) -> None:
-    """Let the system begin to read tensors that are mapped from files, those parts alone."""
+    """Let the system begin to read tensors that are mapped from files, those parts alone; no-op before
+    ``read_no_more``, as the system reads ahead by itself then."""
     advise = madvise()
-    if advise is None:
+    if advise is None or not _without_read_ahead:
         return
     for tensor in tensors:
         for part in [] if tensor is None else _plain_parts(tensor):

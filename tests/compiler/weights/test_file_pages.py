@@ -70,12 +70,25 @@ def test_merged_rows_take_the_place_of_the_files_pages(mapped):
     assert before - resident_file_bytes() > SIZE
 
 
+@pytest.fixture
+def asked(monkeypatch):
+    """Advice that was given to the system, once it reads nothing ahead."""
+    calls = []
+    monkeypatch.setattr(file_pages, "madvise", lambda: lambda *given: calls.append(given))
+    monkeypatch.setattr(file_pages, "_without_read_ahead", {"1"})
+    return calls
+
+
+def test_nothing_is_asked_for_where_the_system_reads_ahead(mapped, asked, monkeypatch):
+    monkeypatch.setattr(file_pages, "_without_read_ahead", set())
+    will_read(mapped)
+    assert asked == []
+
+
 @pytest.mark.parametrize("gap", [512, 4096])
-def test_what_is_asked_for_are_the_pages_of_a_part(tmp_path, monkeypatch, gap):
+def test_what_is_asked_for_are_the_pages_of_a_part(tmp_path, asked, gap):
     save_file({"a": torch.zeros(64, 8192), "b": torch.zeros(7)}, tmp_path / "weights.safetensors")
     tensors = load_file(tmp_path / "weights.safetensors")
-    asked = []
-    monkeypatch.setattr(file_pages, "madvise", lambda: lambda *given: asked.append(given))
     part = tensors["a"][8:40, gap : gap + 2048]
     will_read([part, None, torch.ones(5000)])
     assert {advice for _, _, advice in asked} == {3}
@@ -86,14 +99,13 @@ def test_what_is_asked_for_are_the_pages_of_a_part(tmp_path, monkeypatch, gap):
     assert pages == {address // 4096 for address in addresses}
 
 
-def test_runs_that_lie_close_are_read_as_one(mapped, monkeypatch):
-    asked = []
-    monkeypatch.setattr(file_pages, "madvise", lambda: lambda *given: asked.append(given))
+def test_runs_that_lie_close_are_read_as_one(mapped, asked):
     will_read([mapped[0][:32, :512]])
     assert len(asked) == 1
 
 
-def test_what_parts_are_read_of_is_not_read_around(tmp_path):
+def test_what_parts_are_read_of_is_not_read_around(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_pages, "_without_read_ahead", set())
     path = tmp_path / "weights.safetensors"
     save_file({"a": torch.zeros(64, 8192)}, path)
     files = CheckpointFiles([str(path)], {})
