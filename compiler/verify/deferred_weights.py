@@ -46,11 +46,13 @@ class ChangedWeight(Deferred):
         tensor: the parameter.
         factor: of all its entries.
         noise: standard deviation of what is added.
+        rounding: relative change of every second column of a matrix.
     """
 
     tensor: torch.Tensor
     factor: float
     noise: float
+    rounding: float = 0.0
 
     @classmethod
     def of(cls, tensor: torch.Tensor, weights: Weights) -> ChangedWeight:
@@ -69,7 +71,7 @@ class ChangedWeight(Deferred):
 
     def make(self) -> torch.Tensor:
         """The changed weight."""
-        made = _in_float32(self.tensor).mul_(self.factor)
+        made = self._scaled(self.tensor)
         if self.noise:
             generator = torch.Generator().manual_seed(made.numel())
             made += self.noise * torch.randn(made.shape, generator=generator)
@@ -79,7 +81,13 @@ class ChangedWeight(Deferred):
         """The same of ``tensor[index]``."""
         if self.noise:
             return self.make()[index]
-        return _in_float32(self.tensor.detach()[index]).mul_(self.factor)
+        return self._scaled(self.tensor.detach()[index])
+
+    def _scaled(self, part: torch.Tensor) -> torch.Tensor:
+        made = _in_float32(part).mul_(self.factor)
+        if self.rounding and made.dim() > 1:
+            made[..., ::2] *= 1 + self.rounding
+        return made
 
     @property
     def num_rows(self) -> int:

@@ -45,6 +45,10 @@ from .self_check import (
 
 TOLERANCE = 5e-4
 """Float32's own rounding makes 1e-5 of it."""
+_MOST = 0.02
+"""The most that is tolerated of a model that amplifies rounding, in standard deviations."""
+_ROUNDING = 2.0**-22
+"""A relative change of weights that does to a product about what rounding its sums to float32 does."""
 _ATTEMPTS = 4
 """Of graphs in which indexers choose keys, before they count as different."""
 
@@ -193,13 +197,26 @@ def _compare(
     generator = torch.Generator().manual_seed(seed)
     tokens = [torch.randint(0, vocab_size, (n,), generator=generator) for n in schedule.lengths]
     original.recompile()
-    run = Float32Graph(original.module, _kept(constants))
-    yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
-    logits = [outputs[0][0].float() for outputs in yielded]
+    logits = _logits(original, constants, tokens)
     rows = original.placeholder(PREVIOUS_HIDDEN) if PREVIOUS_HIDDEN in original.step_inputs else None
     width = 0 if rows is None else int(value(rows).shape[-1])
     reference = Reference(tokens, logits, torch.float32, schedule, TOLERANCE, hidden_size=width)
-    return judge(_compared_steps(rewritten, own, reference, alone), reference)
+    verdict = judge(_compared_steps(rewritten, own, reference, alone), reference)
+    if verdict.ok or verdict.error > _MOST:
+        return verdict
+    # Scores of large heads without a scale, over many layers, amplify rounding: as much as in the model is right.
+    changed = {n: replace(w, rounding=_ROUNDING) if isinstance(w, ChangedWeight) else w for n, w in constants.items()}
+    rounded = _logits(original, changed, tokens)
+    rounding = max(float(row_errors(*pair).max()) for pair in zip(rounded, logits, strict=True))
+    tolerance = min(_MOST, ROUNDINGS * rounding)
+    return replace(verdict, ok=True, tolerance=tolerance, reason="") if verdict.error <= tolerance else verdict
+
+
+def _logits(original: TracedGraph, constants: Mapping[str, Any], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What the captured graph makes of each sequence in float32."""
+    run = Float32Graph(original.module, _kept(constants))
+    yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
+    return [outputs[0][0].float() for outputs in yielded]
 
 
 def _compared_steps(

@@ -17,7 +17,7 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.pipeline import run_pipeline
 from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.tolerance import TOLERANCE
-from torch_pagoda.compiler.verify import float32_run
+from torch_pagoda.compiler.verify import float32_run, graph_check
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
@@ -114,6 +114,17 @@ def test_a_slightly_wrong_graph_is_refused(graphs, mutate, only):
     verdict = check_graph(original, mutant)
     assert not verdict.ok
     assert "in float32 logits differ" in verdict.reason
+
+
+def test_rounding_that_a_model_amplifies_is_tolerated_and_a_wrong_scale_is_not(graphs, monkeypatch):
+    """With a limit below what rounding does to these models, as it does to larger ones with the real limit."""
+    _, original, rewritten = graphs
+    monkeypatch.setattr(graph_check, "TOLERANCE", 1e-7)
+    verdict = check_graph(original, rewritten)
+    assert verdict.ok and 1e-7 < verdict.error < verdict.tolerance < 5e-4, verdict
+    mutant = rewritten.copy()
+    scale_scores_of_one_layer(mutant)
+    assert not check_graph(original, mutant).ok
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
