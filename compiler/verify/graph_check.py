@@ -212,7 +212,9 @@ def _compare(
     return replace(verdict, ok=True, tolerance=tolerance, reason="") if verdict.error <= tolerance else verdict
 
 
-def _logits(original: TracedGraph, constants: Mapping[str, Any], tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _logits(
+    original: TracedGraph, constants: Mapping[str, Any], tokens: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
     """What the captured graph makes of each sequence in float32."""
     run = Float32Graph(original.module, _kept(constants))
     yielded = run.together([arguments_alone(original, constants, sequence) for sequence in tokens])
