@@ -119,6 +119,10 @@ class Assembled:
         """All of it."""
         return self._joined(self._entries)
 
+    def form(self) -> torch.Tensor:
+        """The same on the meta device: nothing of it is read."""
+        return self._joined([[_each(_without_data, row) for row in entry] for entry in self._entries])
+
     def part(self, cut: Cut, rank: int) -> torch.Tensor:
         """What a rank holds of it; of the files no more is read.
 
@@ -191,6 +195,10 @@ def _rows_of(rows: Sequence[torch.Tensor], indices: np.ndarray) -> list[torch.Te
 
 def _part(tensor: torch.Tensor, dim: int, indices: np.ndarray) -> torch.Tensor:
     return part_of(tensor, Cut(dim, (indices,)), 0)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
