@@ -112,7 +112,7 @@ class Assembled:
         first, *others = self._entries[0]
         sizes = [sum(len(row) for row in (first, *others)), *first.shape[1:]]
         if source.transposed:
-            sizes.reverse()
+            sizes[-2:] = reversed(sizes[-2:])
         self.shape = torch.Size([len(self._entries), *sizes] if source.stacked else sizes)
 
     def whole(self) -> torch.Tensor:
@@ -130,13 +130,15 @@ class Assembled:
             Refused: a quantized weight has no such part.
         """
         outer, held = self._source.stacked, list(range(len(self._entries)))
+        lead = self._entries[0][0].dim() - 2
         inner = []
         for each in cut.each():
             if outer and each.dim == 0:
                 held = each.indices[rank].tolist()
             else:
                 dim = each.dim - outer
-                inner.append((1 - dim if self._source.transposed else dim, each.indices[rank]))
+                turned = self._source.transposed and dim >= lead
+                inner.append((2 * lead + 1 - dim if turned else dim, each.indices[rank]))
         entries = []
         for entry in held:
             rows = self._entries[max(entry, 0)]

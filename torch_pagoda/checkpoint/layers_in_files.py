@@ -163,8 +163,11 @@ def layers_to_leave(
         return None
     names = _names_in_model(model, stored, method)
     parameters = model.state_dict()
-    made = sum(_made_bytes(stored[key], is_made, parameters.get(target)) for key, (target, is_made) in names.items())
-    total = sum(parameter.nbytes for parameter in parameters.values())
+    made = total = 0
+    for key, (target, is_made) in names.items():
+        size, is_own = _held_bytes(stored[key], is_made, parameters.get(target))
+        total += size
+        made += size if is_own else 0
     free = available_memory()
     if not made or made + share * total <= free:
         return None
@@ -244,15 +247,18 @@ def _names_in_model(
     return found
 
 
-def _made_bytes(stored: StoredTensor, is_made: bool, parameter: torch.Tensor | None) -> int:
-    """Bytes of this process's own memory that a tensor of the files takes once it is (a part of) a parameter."""
-    size, own = math.prod(stored.shape), getattr(torch, stored.dtype, None)
-    dtype = own if parameter is None or (own is not None and not own.is_floating_point) else parameter.dtype
-    if not is_made and dtype in (own, None):
-        return 0
-    if own is None or own.itemsize < 2:
-        return size
-    return size * (dtype or own).itemsize
+def _held_bytes(stored: StoredTensor, is_made: bool, parameter: torch.Tensor | None) -> tuple[int, bool]:
+    """Bytes that a tensor of the files takes once it is (a part of) a parameter; True if in this process's own memory.
+
+    Of codes with less than a byte each, or of a dtype that torch does not name so, as many as in the files.
+    """
+    dtype = getattr(torch, stored.dtype, None)
+    size = math.prod(stored.shape)
+    if not isinstance(dtype, torch.dtype):
+        return size, is_made
+    converts = dtype.is_floating_point and parameter is not None and parameter.dtype != dtype
+    width = parameter.dtype.itemsize if converts and parameter is not None else dtype.itemsize
+    return size * width, is_made or converts
 
 
 def _layer_of(name: str, path: str) -> int | None:
