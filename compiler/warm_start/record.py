@@ -28,6 +28,7 @@ from torch import nn
 
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..options import CompileOptions
+from ..weights.file_pages import FilePages
 from ..weights.tensor_contents import module_tensors, stored_digest
 from .checkpoint_files import CheckpointFiles, sample_digest
 from .framework_state import (
@@ -175,13 +176,17 @@ class KnownTensors:
         self._own: dict[str, str] = {}
         self._quantized: dict[str, str] = {}
         converted: dict[str, tuple[str, torch.dtype | None]] = {}
+        pages: FilePages | None = None
         for name, tensor in files.of_a_float_checkpoint(shown):
+            if pages is None:
+                pages = FilePages([tensor])
             if isinstance(tensor, StoredWeight):
                 self._quantized[name] = stored_digest(tensor)
-                continue
-            self._own[name] = sample_digest(tensor)
-            for dtype in set(dtypes) - {tensor.dtype} if tensor.is_floating_point() else ():
-                converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+            else:
+                self._own[name] = sample_digest(tensor)
+                for dtype in set(dtypes) - {tensor.dtype} if tensor.is_floating_point() else ():
+                    converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+            pages.drop_tensors([tensor])  # the system has read much around the samples
         self._by_content = {
             **converted,
             **{digest: (name, None) for name, digest in reversed(self._own.items())},

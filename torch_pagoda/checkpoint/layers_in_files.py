@@ -101,7 +101,8 @@ class LayersInFiles:
             ValueError: one of its weights is missing or broken.
         """
         assert self._read is not None and self._check is not None
-        model, path = self.repeat.model, f"{self.repeat.path}.{index}"
+        model: Any = self.repeat.model
+        path = f"{self.repeat.path}.{index}"
         places = [
             (module, name, held)
             for module in model.get_submodule(path).modules()
@@ -117,7 +118,7 @@ class LayersInFiles:
             raise ValueError(
                 f"the weights of {path} cannot be converted: {next(iter(info.conversion_errors.values()))}"
             )
-        model._adjust_missing_and_unexpected_keys(info)  # type: ignore[operator]
+        model._adjust_missing_and_unexpected_keys(info)
         info.missing_keys = {name for name in info.missing_keys if name.startswith(f"{path}.")}
         self._check(state, info.to_dict())
         model.get_submodule(path).eval().requires_grad_(False)
@@ -238,7 +239,7 @@ def _names_in_model(
     found = {}
     for key in stored:
         owner, leaf = split_name(key)
-        is_code = method is not None and method.is_companion(leaf)
+        is_code = method is not None and bool(method.is_companion(leaf))
         given = f"{owner}.weight" if is_code else key
         target, converted = core_model_loading.rename_source_key(given, renamings, converters, prefix, state)
         if target not in state and given in state:
@@ -248,9 +249,9 @@ def _names_in_model(
 
 
 def _held_bytes(stored: StoredTensor, is_made: bool, parameter: torch.Tensor | None) -> tuple[int, bool]:
-    """Bytes that a tensor of the files takes once it is (a part of) a parameter; True if in this process's own memory.
+    """Bytes that a tensor of the files takes once it is (a part of) a parameter; True if they are not mapped.
 
-    Of codes with less than a byte each, or of a dtype that torch does not name so, as many as in the files.
+    Of a dtype that torch does not name so, a byte for each number.
     """
     dtype = getattr(torch, stored.dtype, None)
     size = math.prod(stored.shape)

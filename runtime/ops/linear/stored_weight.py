@@ -87,7 +87,7 @@ class StoredWeight(torch.Tensor):
         if transposed:
             sizes[-2:] = reversed(sizes[-2:])
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, sizes, dtype=dtype, device="meta" if codes.is_meta else "cpu", requires_grad=False
+            cls, sizes, dtype=dtype, device=torch.device("meta" if codes.is_meta else "cpu"), requires_grad=False
         )
         made.form, made.codes, made.scales, made.zeros, made.order = form, codes, scales, zeros, order
         made.transposed, made.input_scale = transposed, input_scale
