@@ -100,6 +100,7 @@ def test_quantized_weights(kind: str, form: str, tmp_path: Path) -> None:
     check(tmp_path, tmp_path / "dense", tensor_parallel_size=2)
 
 
+@pytest.mark.slow
 def test_logits_are_kept_for_other_options(halves: Folders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(DISABLE, "")
     monkeypatch.setenv("TORCH_PAGODA_CACHE", str(tmp_path))
