@@ -3,6 +3,7 @@
     python benchmarks/load_shards.py                         # 12 layers of 2048 features in bfloat16, 2 ranks
     python benchmarks/load_shards.py --ranks 4 --out results
     python benchmarks/load_shards.py --experts 32 --layers 4 # a tensor in the files for each expert
+    python benchmarks/load_shards.py --experts 32 --layers 16 --full  # the same as if the host's memory were full
 
 A checkpoint of random weights in several files is loaded twice, each time by processes of its own: a first start
 compiles it, a second one takes the stored program. Memory is the most that a rank took while it loaded and that no
@@ -112,10 +113,11 @@ def fetched() -> int:
     return int(found[1])
 
 
-def measure(folder: str, ranks: int) -> dict[str, Any]:
+def measure(folder: str, ranks: int, full: bool) -> dict[str, Any]:
     """Load a checkpoint by several ranks, of which this process is the first; the most memory of it and of the
-    others, and seconds. What it sends is left in ``message`` in the folder."""
+    others, and seconds. What it sends is left in ``message`` in the folder. ``full``: nothing fits into memory."""
     from torch_pagoda import LLM
+    from torch_pagoda.checkpoint import layers_in_files
     from torch_pagoda.runtime.parallel import launch
     from torch_pagoda.runtime.parallel.messages import encode
 
@@ -129,6 +131,8 @@ def measure(folder: str, ranks: int) -> dict[str, Any]:
         Path(folder, "message").write_bytes(encode(message, 1))
         load(self, message)
 
+    if full:
+        layers_in_files.available_memory = lambda: 0
     launch.Ranks.load = watching  # type: ignore[method-assign]
     first, at_first = Watched(os.getpid()), memory(os.getpid())
     start = time.perf_counter()
@@ -137,10 +141,17 @@ def measure(folder: str, ranks: int) -> dict[str, Any]:
             seconds = time.perf_counter() - start
             most = [each.close() - own for each, own in zip(watched, before, strict=True)]
             stored = llm.compile_report.stored
+            streamed = llm.compile_report.layers_streamed
     finally:
         launch.Ranks.load = load  # type: ignore[method-assign]
     return {
-        **{"stored": stored, "seconds": seconds, "first": first.close() - at_first, "most": most},
+        **{
+            "stored": stored,
+            "streamed": streamed,
+            "seconds": seconds,
+            "first": first.close() - at_first,
+            "most": most,
+        },
         **{"mapped_by_first": first.mapped, "mapped": max((each.mapped for each in watched), default=0)},
     }
 
@@ -151,6 +162,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
+    parser.add_argument("--full", action="store_true", help="load layer by layer, as if the host's memory were full")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON and Markdown here")
     parser.add_argument("--alone", type=int, metavar="RANK", help=argparse.SUPPRESS)
@@ -159,7 +171,7 @@ def main() -> None:
         print(json.dumps(read_alone(Path(args.measure, "message"), args.alone)))
         return
     if args.measure:
-        print(json.dumps(measure(args.measure, args.ranks)))
+        print(json.dumps(measure(args.measure, args.ranks, args.full)))
         return
     # Imported here: a process that has loaded a model's code before the model does not start by a record.
     import torch
@@ -183,6 +195,7 @@ def main() -> None:
         model.save_pretrained(folder, max_shard_size="500MB")
         del model
         command = [sys.executable, __file__, "--ranks", str(args.ranks), "--measure", folder]
+        command += ["--full"] if args.full else []
         found = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(2)]
         alone = [
             json.loads(subprocess.check_output([*command, "--alone", str(rank)]).splitlines()[-1])

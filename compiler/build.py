@@ -157,7 +157,11 @@ def build_unpacked(
 
 
 def rewritten(
-    model: nn.Module, options: CompileOptions, report: CompileReport, reference: Reference | None = None
+    model: nn.Module,
+    options: CompileOptions,
+    report: CompileReport,
+    reference: Reference | None = None,
+    repeat: LayerRepeat | None = None,
 ) -> tuple[Captured, Rewritten, References]:
     """The captured graph, those that the passes made of it, and what they were compared with.
 
@@ -165,6 +169,8 @@ def rewritten(
         model, options: as for ``build_program``, with a definite target.
         report: filled in.
         reference: see ``build_unpacked``.
+        repeat: the layers of a model of which only the first ``repeat.kept`` are loaded, which are compared with the
+            module's; ``reference`` is that of all layers.
 
     Raises:
         UnsupportedModel, ValueError: as ``build_program``.
@@ -187,7 +193,10 @@ def rewritten(
         )
     dump.begin(report.model)
     with timed(report.seconds):
-        found = _with_few_layers(model, options, reference, report)
+        if repeat is None:
+            found = _with_few_layers(model, options, reference, report)
+        else:
+            found = _with_loaded_layers(repeat, options, reference, report)
         if found is None:
             # The reference comes first: some models settle into their final form at the first call.
             if reference is None and options.verify != "off":
@@ -214,24 +223,48 @@ def _with_few_layers(
     if repeat is None:
         return None
     try:
-        shallow = None
+        compares_few = reference is None and options.verify == "model"
         if reference is None:
-            reference = reference_of_model(model, SHORT_SCHEDULE if options.verify == "model" else None)
+            reference = reference_of_model(model, SHORT_SCHEDULE if compares_few else None)
             tensors = list(model.parameters())
             FilePages(tensors).drop_tensors(tensors)  # what follows reads a few layers
-        check_recurrent_modules(model)  # those of the layers that are left out, too
-        with repeat.shortened():
-            if options.verify == "model":
-                shallow = reference_of_model(model)
-            captured = replace(capture(model), repeat=repeat)
-        captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
-        references = References(reference, shallow)
-        graphs = rewrite(captured, options, references, report)
+        return _shortened(repeat, options, References(reference), report, compares_few)
     except (CannotRepeat, UnsupportedModel) as error:
         log.info("compiling all layers of %s: %s", report.model, error)
         fresh = CompileReport(report.model, seconds=report.seconds)
         vars(report).update(vars(fresh))
         return None
+
+
+def _with_loaded_layers(
+    repeat: LayerRepeat, options: CompileOptions, reference: Reference | None, report: CompileReport
+) -> tuple[Captured, Rewritten, References]:
+    """The same of a model of which these layers alone are loaded.
+
+    Raises:
+        UnsupportedModel: they cannot stand for the others.
+    """
+    references = References(reference, is_loaded=False)
+    try:
+        return _shortened(repeat, options, references, report, compares_few=reference is not None)
+    except (CannotRepeat, UnsupportedModel) as error:
+        raise UnsupportedModel(
+            f"{report.model} does not fit into this host's memory, and {repeat.kept} of its {repeat.total} layers "
+            f"cannot be compiled for all: {error}"
+        ) from error
+
+
+def _shortened(
+    repeat: LayerRepeat, options: CompileOptions, references: References, report: CompileReport, compares_few: bool
+) -> tuple[Captured, Rewritten, References]:
+    """Capture and rewrite the kept layers; with ``compares_few``, they are compared with the model's first layers."""
+    check_recurrent_modules(repeat.model)  # those of the layers that are left out, too
+    with repeat.shortened():
+        if compares_few:
+            references = replace(references, shallow=reference_of_model(repeat.model))
+        captured = replace(capture(repeat.model), repeat=repeat)
+    captured.traced.notes.of_layers = repeat.inputs_of_layers(captured.traced)
+    graphs = rewrite(captured, options, references, report)
     report.layers_compiled = repeat.kept
     return captured, graphs, references
 

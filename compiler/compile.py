@@ -27,6 +27,7 @@ from .report import CompileReport
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.self_check import SHORT_SCHEDULE, Reference, check, reference_of_model
+from .verify.streamed_reference import LayersInFiles
 from .warm_start.checkpoint_files import CheckpointFiles
 from .warm_start.file import ProgramStore, open_store
 from .warm_start.graph_data import CannotStore
@@ -53,6 +54,7 @@ from .warm_start.restore import (
 )
 from .warm_start.shipment import AnyProgram, OtherRanks, Shipment
 from .warm_start.stored_sources import Assembled
+from .warm_start.streamed import streamed_key
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ def compile_program(
     files: CheckpointFiles | None = None,
     loaded: Container[str] | None = None,
     others: OtherRanks | None = None,
+    layers: LayersInFiles | None = None,
 ) -> AnyProgram:
     """Compile ``model`` into a paged program, or load the stored one of an earlier process.
 
@@ -81,6 +84,7 @@ def compile_program(
         files: files that the model was just loaded from, by which ``program_of_checkpoint`` finds the program.
         loaded: names of the Python modules loaded before the model was; by default those loaded now.
         others: the ranks besides this one, where the options ask for several.
+        layers: those that are not loaded, where there are several ranks on CPUs and the model does not fit.
     """
     options = options.for_device((next(model.parameters()) if others is None else others).device.type)
     if others is not None and options.target == "npu":
@@ -92,6 +96,8 @@ def compile_program(
     if store is not None and reason:
         log.info("not storing the program for later starts: %s", reason)
         store = None
+    if layers is not None and files is not None and others is not None:
+        return _by_layers(layers, options, files, sys.modules if loaded is None else loaded, store, others)
     if store is not None:
         seconds: dict[str, float] = {}
         with timed(seconds), phase("load"):
@@ -167,6 +173,52 @@ def _on_npus(
         ) from error
 
 
+def _by_layers(
+    layers: LayersInFiles,
+    options: CompileOptions,
+    files: CheckpointFiles,
+    loaded: Container[str],
+    store: ProgramStore | None,
+    others: OtherRanks,
+) -> AnyProgram:
+    """The program of all ranks, of which this one, too, takes its part from the files.
+
+    Raises:
+        UnsupportedModel: as ``_led``; or the layers cannot be loaded one by one.
+    """
+    from .layered_program import release_weights, shipped_by_layers
+
+    model = layers.repeat.model
+    report = CompileReport(type(model).__name__)
+    check_kernels()
+    key, record, kept = "", None, None
+    try:
+        kept = None if store is None else (store, streamed_key(files))
+    except CannotIdentify as error:
+        log.info("not storing the program for later starts: %s", error)
+    shipment, reference = shipped_by_layers(layers, options, files, kept, report)
+    if kept is not None and reference is not None:
+        try:
+            found = identity(model, options, str(files.contents()))
+            key, record = found.digest, _record(model, options, found, files, loaded, shipment.sources)
+        except CannotIdentify as error:
+            log.info("not storing the program for later starts: %s", error)
+    others.load(shipment)
+    release_weights(model)
+    own = program_of_rank(shipment, 0, files, None)
+    try:
+        program = _led(own, model, reference, False, others)
+    except UnsupportedModel:
+        if kept is not None:
+            kept[0].discard(kept[1])
+        raise
+    if kept is not None and record is not None and reference is not None:
+        program_to_keep = replace(shipment.program, report=own.report, reference=StoredReference.of(reference))
+        kept[0].save(key, program_to_keep)
+        kept[0].save(*record)
+    return program
+
+
 def _led(
     own: LinkedProgram, model: nn.Module, reference: Reference | None, owns_weights: bool, others: OtherRanks
 ) -> AnyProgram:
@@ -219,12 +271,13 @@ def _record(
     found: Identity,
     files: CheckpointFiles,
     loaded: Container[str],
+    made_of: Sources | None = None,
 ) -> tuple[str, Record] | None:
     """The name and contents of the record by which a later start finds the program; None if there can be none."""
     if (facts := facts_of(model)) is None:
         return None
     try:
-        return warm_key(files, options), describe_start(model, found, files, facts, loaded)
+        return warm_key(files, options), describe_start(model, found, files, facts, loaded, made_of)
     except (CannotIdentify, CannotStore, OSError, ValueError) as error:
         log.info("later starts will have to load the model's class: %s", error)
         return None
@@ -316,6 +369,18 @@ def _not_stored(options: CompileOptions) -> str:
         return "its passes must be inspected"
     names = [pattern.name for pattern in options.patterns] + registered_passes()
     return f"the content of pass {names[0]!r} is not known" if names else ""
+
+
+def all_layers_needed(options: CompileOptions) -> str:
+    """Why a few layers of a model cannot be compiled for all; "" if they can where they are alike."""
+    if options.verify in ("full", "every-pass"):
+        return f"verify={options.verify!r} compares all layers; use 'model'"
+    if options.target != "cpu":
+        return f"it is for target={options.target!r}"
+    if dump.is_on():
+        return "its graphs are dumped"
+    names = [pattern.name for pattern in options.patterns] + registered_passes()
+    return f"the pass {names[0]!r} may treat layers differently" if names else ""
 
 
 def _stored(

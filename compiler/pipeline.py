@@ -67,10 +67,12 @@ class References:
         whole: those of the model with all its layers; None compares nothing.
         shallow: those of the model with the captured layers alone, on more sequences; None where ``whole`` is
             thorough.
+        is_loaded: this process holds the weights of all layers. Else ``whole`` is for those who do.
     """
 
     whole: Reference | None
     shallow: Reference | None = None
+    is_loaded: bool = True
 
     @property
     def thorough(self) -> Reference | None:
@@ -138,7 +140,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
                 compared = found.traced if references.shallow is None else found.captured
                 report.verdict = _difference(captured, compared, found.captured, reference)
                 # Stored weights are unpacked for every product, and compared once they are packed.
-                if report.verdict.ok and compared is found.captured and references.whole and not _stored(compared):
+                is_part = compared is found.captured and references.is_loaded and not _stored(compared)
+                if report.verdict.ok and is_part and references.whole:
                     report.verdict = _over_own_weights(found.traced, references.whole)
     if captured.repeat is not None and report.verdict is not None and not report.verdict.ok:
         raise CannotRepeat(report.verdict.reason)

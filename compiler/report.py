@@ -76,6 +76,8 @@ class CompileReport:
         checks: comparisons after single passes, in order; empty unless passes were applied one by one.
         layers_compiled: number of leading decoder layers that were compiled, the last of them for all others; the
             passes' records count only these. None: all layers.
+        layers_streamed: number of decoder layers that rank 0 loaded one after the other to compare, since the whole
+            model does not fit into its memory; 0: it did.
         stored: the program comes from an earlier process; so does the rest of the report, except ``seconds``.
         codegen: "inductor", "ge", "aclgraph" or "none": the code that runs.
         sizes: for an NPU, the outcome of each size compiled or captured ahead of time.
@@ -93,6 +95,7 @@ class CompileReport:
     dtype_advice: str = ""
     checks: list[PassCheck] = field(default_factory=list)
     layers_compiled: int | None = None
+    layers_streamed: int = 0
     stored: bool = False
     codegen: str = "none"
     sizes: list[SizeCheck] = field(default_factory=list)

@@ -13,9 +13,14 @@ import torch
 from torch import nn
 
 from .checkpoint.configs import causal_lm_class, check_tokenizer, load_config, load_tokenizer
+from .checkpoint.gguf.container import is_gguf
 from .checkpoint.gguf.source import gguf_in
-from .checkpoint.loading import check_module, checkpoint_files, load_model
+from .checkpoint.layers_in_files import LayersInFiles, layers_to_leave
+from .checkpoint.loading import check_module, checkpoint_files, load_model, resolve_dtype, stored_in
+from .checkpoint.quantized import quantization_method
+from .checkpoint.source import check_source
 from .compiler import (
+    CheckpointFiles,
     CompileOptions,
     ModuleGuard,
     NotFinite,
@@ -26,6 +31,7 @@ from .compiler import (
 )
 from .compiler.calibrate.recorded_grid import on_recorded_grid
 from .compiler.capture.state_layers import check_state
+from .compiler.compile import all_layers_needed
 from .default_params import recommended_params
 from .options import LoadOptions
 from .runtime.autocast import without_autocast
@@ -104,7 +110,7 @@ def _compiled(
             raise ValueError(f"gguf_file={loading.gguf_file!r} names a file; pass its folder")
         model = gguf_in(model, loading.gguf_file)
 
-    program, files, found = None, None, None
+    program, files, found, layers = None, None, None, None
     if isinstance(model, str | os.PathLike):
         files = checkpoint_files(model, loading.dtype) if device.type == "cpu" else None
         with without_autocast(device.type):
@@ -118,7 +124,9 @@ def _compiled(
             if (model_class := causal_lm_class(config)) is not None:
                 with _refusals_named(model):
                     check_state(model_class, config)
-            module = load_model(model, loading.dtype, loading.trust_remote_code, device, config)
+            if others is not None:
+                layers = _layers_to_leave(model, config, loading, compiling, files, others)
+            module = load_model(model, loading.dtype, loading.trust_remote_code, device, config, layers)
     else:
         module = check_module(model, loading.dtype, device)
         compiling = on_recorded_grid(compiling, module.config)
@@ -133,7 +141,13 @@ def _compiled(
     if program is None:
         with _refusals_named(model), without_autocast(device.type):
             program = compile_program(
-                module, compiling, owns_weights=loads, files=files, loaded=known_modules, others=others
+                module,
+                compiling,
+                owns_weights=loads,
+                files=files,
+                loaded=known_modules,
+                others=others,
+                layers=layers,
             )
     if found is None and others is None:
         weights = WeightGuard(module, program.copied_weights, program.merged_weights)
@@ -141,6 +155,28 @@ def _compiled(
         weights = WeightGuard(nn.Module())
     guard = None if loads else ModuleGuard(module)
     return CompiledModel(program, tokenizer, eos_token_ids(module, tokenizer), recommended, weights, guard)
+
+
+def _layers_to_leave(
+    model: str | os.PathLike[str],
+    config: Any,
+    loading: LoadOptions,
+    compiling: CompileOptions,
+    files: CheckpointFiles | None,
+    others: ShippingRanks,
+) -> LayersInFiles | None:
+    """The layers that stay in the files, as the whole model does not fit beside what the ranks of this host hold.
+
+    Raises:
+        ValueError: it does not fit, and all of it has to be loaded.
+    """
+    name = check_source(model)
+    if is_gguf(name):
+        return None
+    _, stored = stored_in(name, config, quantization_method(config, name))
+    share = others.local_size / compiling.world_size
+    why = all_layers_needed(compiling)
+    return layers_to_leave(name, config, resolve_dtype(loading.dtype), stored, files, share, why)
 
 
 @contextmanager

@@ -52,6 +52,7 @@ class ShippingRanks:
 
     Attributes:
         device: that this process computes on.
+        local_size: ranks on this host.
     """
 
     def __init__(
@@ -65,7 +66,8 @@ class ShippingRanks:
         size = compiling.world_size
         self._model, self._loading, self._launched = os.fspath(model), loading, launched
         self.device = _device(backend, launched)
-        torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
+        self.local_size = size if launched is None else launched.place.local_size
+        torch.set_num_threads(threads_per_rank(self.local_size))
         known = {} if launched is None else _known(model, loading, compiling)
         restarts = loading.worker_restarts
         self._ranks = Ranks(

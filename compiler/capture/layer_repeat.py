@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 LEAST_SAVED = 4
 """Layers that have to be spared for it to be worth while."""
 
+_META = torch.device("meta")
+"""Of weights that are not loaded."""
 _KNOWN_CODE = ("torch.", "transformers.", __package__.split(".")[0] + ".")
 """Packages whose modules use a layer's index only to address its cache; tests read all of transformers' layers."""
 
@@ -221,6 +223,8 @@ class _Unrolling:
                 continue
             for periods in range(1, repeats + 1):
                 other = self._input(self.inputs[name], periods).name
+                if self.traced.constants[other].is_meta:
+                    raise CannotRepeat(f"the numbers of {name} stand in the graph, and {other} is not loaded")
                 if not torch.equal(self.traced.constants[name], self.traced.constants[other]):
                     raise CannotRepeat(f"{other} does not hold the numbers of {name}, which stand in the graph")
                 notes.fold([other])
@@ -353,7 +357,7 @@ class _Unrolling:
         else:
             weight = self._shifted_path(self.names[id(self.wholes[old.name])], periods)
             source, target = self.wholes[old.name], self.tensors.get(weight)
-            if target is None or _form(source) != _form(target):
+            if target is None or _form(source) != _form(target) or target.device not in (source.device, _META):
                 raise CannotRepeat(f"{weight} is not like that of the layer that is repeated")
             name = re.sub(r"\W+", "_", f"weight_{weight}").lower()  # as FX would
             cut = self._cut(old.name)
@@ -393,4 +397,4 @@ class _Unrolling:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     stored = (tensor.form, tensor.transposed) if isinstance(tensor, StoredWeight) else None
-    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device, type(tensor), stored
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), type(tensor), stored

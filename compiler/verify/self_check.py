@@ -158,7 +158,7 @@ def hidden_rows(tokens: torch.Tensor, positions: torch.Tensor, size: int) -> tor
 def _not_finite(model: nn.Module) -> str:
     """The reason why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
     for name, parameter in model.named_parameters():
-        if not parameter.isfinite().all():
+        if not parameter.is_meta and not parameter.isfinite().all():
             what = "NaN" if parameter.isnan().any() else "an infinity"
             return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, download them again"
     return (

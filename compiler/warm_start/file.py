@@ -29,6 +29,7 @@ from .record import Record, Sources
 from .restore import StoredProgram, StoredReference
 from .shipment import Lowering, Shipment
 from .stored_sources import StoredSource
+from .streamed import StreamedModel
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ _RECORDS = (
     *(
         StoredProgram,
         StoredReference,
+        StreamedModel,
         Record,
         Sources,
         Shipment,

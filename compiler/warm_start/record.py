@@ -17,7 +17,7 @@ import importlib.util
 import os
 import sys
 import sysconfig
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from torch import nn
 
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..options import CompileOptions
+from ..weights.file_pages import FilePages
 from ..weights.tensor_contents import module_tensors, stored_digest
 from .checkpoint_files import CheckpointFiles, sample_digest
 from .framework_state import (
@@ -110,7 +111,12 @@ def warm_key(files: CheckpointFiles, options: CompileOptions) -> str:
 
 
 def describe_start(
-    model: nn.Module, found: Identity, files: CheckpointFiles, facts: Facts, loaded: Container[str]
+    model: nn.Module,
+    found: Identity,
+    files: CheckpointFiles,
+    facts: Facts,
+    loaded: Container[str],
+    made_of: Sources | None = None,
 ) -> Record:
     """The record of a checkpoint that ``model`` was just loaded from.
 
@@ -120,6 +126,7 @@ def describe_start(
         files: the checkpoint's.
         facts: see ``Record``.
         loaded: names of the Python modules that were loaded before the model was.
+        made_of: where its tensors are, if that is known.
 
     Raises:
         CannotStore: the module is not made of the files' tensors, or of code that the record could not check.
@@ -137,7 +144,7 @@ def describe_start(
     check_nothing_registered()
     states = framework_states()
     sources |= {name: _digest(name) for name in states if name.startswith("transformers.")}
-    made_of = sources_in_files(model, files)
+    made_of = sources_in_files(model, files) if made_of is None else made_of
     before = sorted(name for name in sources.keys() | states if name in loaded)
     return Record(found.digest, made_of.weights, made_of.tensors, sources, states, before, facts, made_of.stored)
 
@@ -150,40 +157,71 @@ def sources_in_files(model: nn.Module, files: CheckpointFiles) -> Sources:
     """
     named = module_tensors(model)
     dtypes = {tensor.dtype for tensor in named.values()}
-    held: dict[str, tuple[str, torch.dtype | None]] = {}
-    own: dict[str, str] = {}
-    converted: dict[str, tuple[str, torch.dtype | None]] = {}
-    quantized: dict[str, str] = {}
-    for name, tensor in files.of_a_float_checkpoint(_dtype_of_stored(named)):
-        if isinstance(tensor, StoredWeight):
-            quantized[name] = stored_digest(tensor)
-            continue
-        own[name] = sample_digest(tensor)
-        for dtype in dtypes - {tensor.dtype} if tensor.is_floating_point() else ():
-            converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
-    by_content = {**converted, **{digest: (name, None) for name, digest in reversed(own.items())}}
-    names = {digest: name for digest, (name, _) in by_content.items()}
-    kept: dict[str, torch.Tensor] = {}
-    stored: dict[str, StoredSource] = {}
-    for name, tensor in named.items():
-        if isinstance(tensor, StoredWeight):
-            made_of = stored_source(tensor, name, quantized)
-            if made_of is None:
-                raise CannotStore(f"its files hold no quantized weights that make {name!r}")
-            stored[name] = made_of
-            continue
-        source = by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
-        if source is not None:
-            held[name] = (name, None) if own.get(name) == own[source[0]] and source[1] is None else source
-        elif not isinstance(tensor, nn.Parameter):
-            kept[name] = tensor.detach().clone()
-        elif (made_of := float_source(tensor, names)) is not None:
-            stored[name] = made_of
-        else:
-            raise CannotStore(f"its files hold no tensor that is {name!r}")
-    if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
-        raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
-    return Sources(held, kept, stored)
+    return KnownTensors(files, dtypes, _dtype_of_stored(named)).sources(named)
+
+
+class KnownTensors:
+    """The tensors of a checkpoint's files, by what they hold.
+
+    Args:
+        files: the checkpoint's.
+        dtypes: those that the model has.
+        shown: in which quantized weights are.
+
+    Raises:
+        ValueError: a file, or a quantized weight, cannot be read.
+    """
+
+    def __init__(self, files: CheckpointFiles, dtypes: Collection[torch.dtype], shown: torch.dtype) -> None:
+        self._own: dict[str, str] = {}
+        self._quantized: dict[str, str] = {}
+        converted: dict[str, tuple[str, torch.dtype | None]] = {}
+        pages: FilePages | None = None
+        for name, tensor in files.of_a_float_checkpoint(shown):
+            if pages is None:
+                pages = FilePages([tensor])
+            if isinstance(tensor, StoredWeight):
+                self._quantized[name] = stored_digest(tensor)
+            else:
+                self._own[name] = sample_digest(tensor)
+                for dtype in set(dtypes) - {tensor.dtype} if tensor.is_floating_point() else ():
+                    converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+            pages.drop_tensors([tensor])  # the system has read much around the samples
+        self._by_content = {
+            **converted,
+            **{digest: (name, None) for name, digest in reversed(self._own.items())},
+        }
+        self._names = {digest: name for digest, (name, _) in self._by_content.items()}
+
+    def sources(self, named: Mapping[str, torch.Tensor]) -> Sources:
+        """What tensors of the model are in the files.
+
+        Raises:
+            CannotStore: a parameter is none of them.
+        """
+        held: dict[str, tuple[str, torch.dtype | None]] = {}
+        kept: dict[str, torch.Tensor] = {}
+        stored: dict[str, StoredSource] = {}
+        for name, tensor in named.items():
+            if isinstance(tensor, StoredWeight):
+                made_of = stored_source(tensor, name, self._quantized)
+                if made_of is None:
+                    raise CannotStore(f"its files hold no quantized weights that make {name!r}")
+                stored[name] = made_of
+                continue
+            source = self._by_content.get(sample_digest(tensor)) if tensor.is_contiguous() else None
+            if source is not None:
+                is_own = self._own.get(name) == self._own[source[0]] and source[1] is None
+                held[name] = (name, None) if is_own else source
+            elif not isinstance(tensor, nn.Parameter):
+                kept[name] = tensor.detach().clone()
+            elif (made_of := float_source(tensor, self._names)) is not None:
+                stored[name] = made_of
+            else:
+                raise CannotStore(f"its files hold no tensor that is {name!r}")
+        if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
+            raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
+        return Sources(held, kept, stored)
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:

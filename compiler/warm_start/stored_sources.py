@@ -112,12 +112,16 @@ class Assembled:
         first, *others = self._entries[0]
         sizes = [sum(len(row) for row in (first, *others)), *first.shape[1:]]
         if source.transposed:
-            sizes.reverse()
+            sizes[-2:] = reversed(sizes[-2:])
         self.shape = torch.Size([len(self._entries), *sizes] if source.stacked else sizes)
 
     def whole(self) -> torch.Tensor:
         """All of it."""
         return self._joined(self._entries)
+
+    def form(self) -> torch.Tensor:
+        """The same on the meta device: nothing of it is read."""
+        return self._joined([[_each(_without_data, row) for row in entry] for entry in self._entries])
 
     def part(self, cut: Cut, rank: int) -> torch.Tensor:
         """What a rank holds of it; of the files no more is read.
@@ -126,13 +130,15 @@ class Assembled:
             Refused: a quantized weight has no such part.
         """
         outer, held = self._source.stacked, list(range(len(self._entries)))
+        lead = self._entries[0][0].dim() - 2
         inner = []
         for each in cut.each():
             if outer and each.dim == 0:
                 held = each.indices[rank].tolist()
             else:
                 dim = each.dim - outer
-                inner.append((1 - dim if self._source.transposed else dim, each.indices[rank]))
+                turned = self._source.transposed and dim >= lead
+                inner.append((2 * lead + 1 - dim if turned else dim, each.indices[rank]))
         entries = []
         for entry in held:
             rows = self._entries[max(entry, 0)]
@@ -191,6 +197,10 @@ def _rows_of(rows: Sequence[torch.Tensor], indices: np.ndarray) -> list[torch.Te
 
 def _part(tensor: torch.Tensor, dim: int, indices: np.ndarray) -> torch.Tensor:
     return part_of(tensor, Cut(dim, (indices,)), 0)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta")
 
 
 def _each(change: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:

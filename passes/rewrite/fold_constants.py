@@ -59,6 +59,8 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             return "its layer represents others"
         if not traced.notes.parts.keys().isdisjoint(sources):
             return "every rank has its own"
+        if any(traced.constants[source].is_meta for source in sources):
+            return "its weight is not loaded"
         try:
             with torch.no_grad():
                 folded = evaluation(node)

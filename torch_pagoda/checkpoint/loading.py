@@ -6,7 +6,8 @@ import copy
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ from .stored_tensors import StoredTensor, of_files, weight_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .layers_in_files import LayersInFiles
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +76,7 @@ def load_model(
     trust_remote_code: bool,
     device: torch.device,
     config: Any = None,
+    layers: LayersInFiles | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM for inference: in eval mode, with no parameter requiring gradients.
 
@@ -82,6 +86,7 @@ def load_model(
         trust_remote_code: run model code that comes with the checkpoint.
         device: device of the weights.
         config: the config that ``load_config`` returned; by default it is read here.
+        layers: those that stay in the files, on a CPU; they are on the meta device then.
 
     Raises:
         ValueError: the source does not exist, is not a causal LM, is quantized in an unsupported way, or has missing
@@ -96,11 +101,10 @@ def load_model(
         return model if device.type == "cpu" else model.to(device)
     could_not = f"model={name!r}: could not load its weights"
     method = quantization_method(config, name)
-    described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
-    files = one_line(could_not, lambda: weight_files(name, explicit, described))
-    stored = one_line(could_not, lambda: of_files(files))
+    files, all_stored = stored_in(name, config, method)
+    stored = all_stored if layers is None else layers.others(all_stored)
     if method is None:
-        check_stored(stored, name)
+        check_stored(all_stored, name)
 
         def load() -> Any:
             from transformers import AutoModelForCausalLM
@@ -114,14 +118,54 @@ def load_model(
                 ignore_mismatched_sizes=True,  # reported below by name; transformers only says that there are some
             )
 
-        model, report = one_line(could_not, lambda: _made(load, config))
+        with nullcontext() if layers is None else layers.left():
+            model, report = one_line(could_not, lambda: _made(load, config))
         check_loaded(stored, model, report["unexpected_keys"], name)
     else:
-        model, report = _load_quantized(name, config, method, files, stored, wanted)
+        with nullcontext() if layers is None else layers.left():
+            model, report = _load_quantized(name, config, method, files, stored, wanted)
     _check_report(report, model, name)
+    if layers is not None:
+        layers.reads(*_reading(name, method, files, all_stored, model))
+        return model.eval().requires_grad_(False)
     if method is not None and device.type == "cpu":  # to() would access the memory of stored weights
         return model.eval().requires_grad_(False)
     return model.to(device).eval().requires_grad_(False)
+
+
+def stored_in(name: str, config: Any, method: Method | None) -> tuple[list[str], dict[str, StoredTensor]]:
+    """The weight files of a checkpoint, and their tensors.
+
+    Raises:
+        ValueError: there are none, or one cannot be read.
+    """
+    could_not = f"model={name!r}: could not load its weights"
+    described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
+    files = one_line(could_not, lambda: weight_files(name, explicit, described))
+    return files, one_line(could_not, lambda: of_files(files))
+
+
+def _reading(
+    name: str, method: Method | None, files: list[str], stored: dict[str, StoredTensor], model: Any
+) -> tuple[Callable[[Sequence[str]], dict[str, torch.Tensor]], Callable[[Mapping[str, torch.Tensor], Any], None]]:
+    """How the tensors of a layer in the files are read, and the checks of ``load_model`` once it is loaded."""
+    mapped = CheckpointFiles(files, {}).tensors() if method is None else {}
+
+    def read(keys: Sequence[str]) -> dict[str, torch.Tensor]:
+        if method is None:
+            return {key: mapped[key] for key in keys}
+        return dict(read_quantized(name, method, files, {key: stored[key] for key in keys}, model.dtype))
+
+    def check(state: Mapping[str, torch.Tensor], report: Any) -> None:
+        if method is not None:
+            made = (key for key, tensor in state.items() if isinstance(tensor, StoredWeight))
+            check_orientation(made, model, name, method)
+        floats = {key for key, tensor in state.items() if not isinstance(tensor, StoredWeight)}
+        plain = {key: stored[key] for key in floats & stored.keys()}
+        check_loaded(plain, model, report["unexpected_keys"], name)
+        _check_report(report, model, name)
+
+    return read, check
 
 
 def _check_report(report: Any, model: Any, name: str) -> None:
@@ -268,10 +312,8 @@ def quantized_tensors(name: str, config: Any, dtype: torch.dtype) -> Iterator[tu
     method = quantization_method(config, name)
     if method is None:
         return None
-    could_not = f"model={name!r}: could not load its weights"
-    described, explicit = _described_weights(method), getattr(config, "transformers_weights", None)
-    files = one_line(could_not, lambda: weight_files(name, explicit, described))
-    return read_quantized(name, method, files, one_line(could_not, lambda: of_files(files)), dtype)
+    files, stored = stored_in(name, config, method)
+    return read_quantized(name, method, files, stored, dtype)
 
 
 def without_quantization(config: Any) -> Any:

@@ -86,7 +86,9 @@ class StoredWeight(torch.Tensor):
         sizes = [*codes.shape[:-1], codes.shape[-1] * form.per_byte]
         if transposed:
             sizes[-2:] = reversed(sizes[-2:])
-        made = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=dtype, requires_grad=False)  # type: ignore[attr-defined]
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, sizes, dtype=dtype, device=torch.device("meta" if codes.is_meta else "cpu"), requires_grad=False
+        )
         made.form, made.codes, made.scales, made.zeros, made.order = form, codes, scales, zeros, order
         made.transposed, made.input_scale = transposed, input_scale
         return made  # type: ignore[no-any-return]
@@ -101,6 +103,8 @@ class StoredWeight(torch.Tensor):
         *lead, outputs, stored = self.codes.shape
         inputs = stored * self.form.per_byte
         sizes = (inputs, outputs) if self.transposed else (outputs, inputs)
+        if self.is_meta:
+            return torch.empty((*lead, *sizes), dtype=self.dtype, device="meta")
         dense = torch.empty((*lead, *sizes), dtype=self.dtype)
         kernel = kernel_function("pagoda_unpack_stored") if self.dtype in FLOAT_CODES and dense.numel() else None
         for place in itertools.product(*map(range, lead)):

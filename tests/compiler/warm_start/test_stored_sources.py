@@ -18,7 +18,7 @@ from torch_pagoda.compiler.warm_start.stored_sources import Assembled, StoredSou
 from torch_pagoda.compiler.weights.tensor_contents import module_tensors
 from torch_pagoda.passes.graph.cut import ZERO, Cut
 from torch_pagoda.passes.sharding.slices import part_of
-from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight
+from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
 
 from tiny_models import build_tiny_model
@@ -117,6 +117,19 @@ def test_merged_experts_are_found_in_the_files(kind: str, dtype: torch.dtype, tm
     assert found.stored
     for name, source in found.stored.items():
         assert torch.equal(Assembled(source, stored).whole(), tensors[name]), name
+
+
+def test_parts_of_a_stack_that_is_one_tensor_in_the_files() -> None:
+    form = WeightFormat("e2m1", 4, 32, "bf16")
+    codes = torch.randint(0, 256, (4, 6, 32), dtype=torch.uint8)
+    weight = StoredWeight(form, codes, torch.rand(4, 6, 2).bfloat16() + 1, dtype=torch.float32, transposed=True)
+    assembled = Assembled(StoredSource((("w",),), False, str(form), torch.float32, True), {"w": weight})
+    assert assembled.shape == weight.shape == (4, 64, 6)
+    assert assembled.form().is_meta and assembled.form().shape == weight.shape
+    for dim, first, last in ((0, 2, 4), (1, 32, 64), (2, 3, 6)):
+        indices = np.arange(weight.shape[dim])
+        part = assembled.part(Cut(dim, (indices[:first], indices[first:last])), 1)
+        assert torch.equal(as_dense(part), weight.dense().narrow(dim, first, last - first)), dim
 
 
 def test_a_part_in_another_dtype_is_that_of_the_whole(tmp_path: Path) -> None:
