@@ -200,7 +200,9 @@ class EngineCore:
                 return reason
         except DeviceLost as error:
             return str(error)
-        self.compute_again()
+        with self.transaction:
+            self.state.batcher.block_manager.forget_prefixes()  # the store's are of the same weights
+        self._recover()
         return ""
 
     def _end_all(self, reason: str) -> list[Submission]:

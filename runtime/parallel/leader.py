@@ -324,6 +324,8 @@ class LeaderCopier(BlockCopier):
 
     def join(self) -> None:
         """Wait for the copies of this rank; where no step has gone with them, the others make them now."""
-        if copies := self._program.take_copies():
-            self._program.all_do(copies_message(copies), lambda: None)
-        super().join()
+        try:
+            if copies := self._program.take_copies():
+                self._program.all_do(copies_message(copies), lambda: None)
+        finally:
+            super().join()
