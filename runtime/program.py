@@ -30,6 +30,8 @@ class CacheSpec:
         by_token: one token's heads lie together in memory (``[num_blocks, block_size, heads, dim]`` contiguous), as
             Ascend's operators read them; else one head's tokens of a block do.
         scales_by_head: scales are ``[num_blocks, heads, block_size]`` contiguous, as Ascend's attention reads them.
+        head_ranks: ranks among which the layer's heads are divided, each with the next ``num_kv_heads``; 1: each has
+            all of them; 0: they are divided in another way.
     """
 
     num_kv_heads: int
@@ -40,6 +42,7 @@ class CacheSpec:
     group: int = 0
     by_token: bool = False
     scales_by_head: bool = False
+    head_ranks: int = 1
 
     def elsewhere(self) -> CacheSpec:
         """The same layer in a process that holds none of its heads: it takes no memory."""

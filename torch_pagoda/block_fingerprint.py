@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .checkpoint.loading import checkpoint_files
 from .checkpoint.weights_digest import weights_digest
-from .compiler import CompileOptions
+from .compiler import CheckpointFiles, CompileOptions
 from .compiler.warm_start.identity import environment
 from .options import LoadOptions
 
@@ -35,9 +35,24 @@ def block_fingerprint(
     Raises:
         ValueError: it has no fingerprint, or ``kv_store`` does not support an option.
     """
-    for name in _RANKS[:2]:
-        if (size := getattr(compiling, name)) != 1:
-            raise ValueError(f"kv_store does not support {name}={size}; omit one of them")
+    files = storable_files(model, loading, compiling)
+    digest = hashlib.blake2b(digest_size=16)
+    options = {f.name: getattr(compiling, f.name) for f in fields(compiling) if f.name not in _RANKS}
+    digest.update(repr((environment(), sorted(files.texts.items()), str(files.dtype), options)).encode())
+    digest.update(weights_digest(files.weights))
+    return digest.digest()
+
+
+def storable_files(
+    model: str | os.PathLike[str] | PreTrainedModel, loading: LoadOptions, compiling: CompileOptions
+) -> CheckpointFiles:
+    """Return the files that identify a model, none of whose weights is read; see ``block_fingerprint``.
+
+    Raises:
+        ValueError: there are none, or ``kv_store`` does not support an option.
+    """
+    if (stages := compiling.pipeline_parallel_size) != 1:
+        raise ValueError(f"kv_store does not support pipeline_parallel_size={stages}; omit one of them")
     if compiling.target != "cpu":
         raise ValueError(f"kv_store does not support target={compiling.target!r}, only CPUs; omit one of them")
     if compiling.patterns:
@@ -54,8 +69,4 @@ def block_fingerprint(
             f"kv_store does not support model={os.fspath(model)!r}; use safetensors or GGUF files of a class of "
             "transformers' own that are stored as they are served"
         )
-    digest = hashlib.blake2b(digest_size=16)
-    options = {f.name: getattr(compiling, f.name) for f in fields(compiling) if f.name not in _RANKS}
-    digest.update(repr((environment(), sorted(files.texts.items()), str(files.dtype), options)).encode())
-    digest.update(weights_digest(files.weights))
-    return digest.digest()
+    return files

@@ -345,6 +345,7 @@ class TracedGraph:
             given,
             by_token=True,
             num_kv_heads=heads,
+            head_ranks=given.head_ranks if num_kv_heads is None else 1,
             key_dim=key_dim,
             value_dim=value_dim,
             scales_by_head=scales_by_head,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from torch import fx
 
 from ...runtime.ops.arguments import PagedAttentionArguments
@@ -25,7 +26,8 @@ def _paged_attention(walk: Walk, node: fx.Node, cut: Cut) -> None:
         walk.demand(given, node, 0, cut.indices)
     if call.relative_bias is not None:
         walk.demand(call.relative_bias, node, 1, cut.indices)
-    walk.hold(call.key_cache, num_kv_heads=len(heads[0]))
+    in_order = np.concatenate(heads).tolist() == list(range(int(shape(call.key)[1])))
+    walk.hold(call.key_cache, num_kv_heads=len(heads[0]), head_ranks=walk.ranks if in_order else 0)
 
 
 ATTENTION: dict[str, Rule] = {"paged_attention": _paged_attention}

@@ -24,6 +24,8 @@ _STALLED_SECONDS = 2.0
 _MOST_QUEUED = 4096
 """Blocks that wait to be copied for the store; further ones are dropped."""
 _COPIES_A_STEP = 16
+_COPIES_A_STEP_OF_ALL = 256
+"""Where all blocks are stored, those of the longest steps."""
 _MOST_REMEMBERED = 1 << 16
 """Hashes that are remembered, of blocks that were asked for and of those that are stored."""
 _DRAIN_SECONDS = 5.0
@@ -75,6 +77,7 @@ class Traffic:
         self.figures: Counter[str] = Counter()
         self._store, self._blocks, self._wait = store, blocks, wait
         self._least_asked = 0 if stores_all else 2
+        self._copies_a_step = _COPIES_A_STEP_OF_ALL if stores_all else _COPIES_A_STEP
         self._reader = Reader(store, blocks.groups, blocks.block_size, num_heads, parts)
         self._writer = Writer(store, num_heads, parts)
         self._fetches: dict[Request, Fetch] = {}
@@ -84,6 +87,8 @@ class Traffic:
         self._stored: dict[tuple[int, bytes], None] = {}
         self._considered: dict[Request, int] = {}  # leading blocks that were queued for the store, or not
         self._queue: deque[tuple[int, bytes]] = deque()
+        self._num_queued = 0  # so far
+        self._unwritten: dict[tuple[int, bytes], int] = {}  # what was queued and not written yet → its number
         self._copying: dict[tuple[int, int], bytes] = {}
         self._is_stopped = self._is_closed = self._was_stalled = False
         self._reader.start()
@@ -148,6 +153,7 @@ class Traffic:
             group, block, content = self._writer.written.popleft()
             self._num_writing[group] -= 1
             self._blocks.swap_space.give_back(group, block, None if self._is_stopped else content)
+            self._unwritten.pop((group, content), None)
         _forget_oldest(self._stored)
 
     def _lend(self, fetch: Fetch) -> None:
@@ -211,9 +217,21 @@ class Traffic:
                     continue
                 self._stored[g, content] = None
                 self._queue.append((g, content))
+                self._num_queued += 1
+                self._unwritten.pop((g, content), None)  # the numbers stay in order
+                self._unwritten[g, content] = self._num_queued
 
-    def plan_copies(self, most: int = _COPIES_A_STEP) -> None:
-        for _ in range(most):
+    @property
+    def num_queued(self) -> int:
+        """Blocks that were queued for the store so far."""
+        return self._num_queued
+
+    def is_written(self, count: int) -> bool:
+        """True if of the first ``count`` blocks that were queued none waits: each is in the store, or was dropped."""
+        return next(iter(self._unwritten.values()), count + 1) > count
+
+    def plan_copies(self, most: int | None = None) -> None:
+        for _ in range(self._copies_a_step if most is None else most):
             if not self._queue or not self._plan_copy():
                 return
 
@@ -226,7 +244,7 @@ class Traffic:
         self._queue.popleft()
         block = self._blocks.copy_to_host(group, content)
         if block is None:
-            self._stored.pop((group, content), None)
+            self._drop(group, content)
             self.figures["kv_store_dropped_writes"] += 1
             return True
         self._num_writing[group] += 1
@@ -247,13 +265,18 @@ class Traffic:
         self._fetches.clear()
         self._considered.clear()
         for entry in self._queue:
-            self._stored.pop(entry, None)
+            self._drop(*entry)
         self._queue.clear()
         while self._copying:  # these copies were not made
             (group, block), content = self._copying.popitem()
             self._num_writing[group] -= 1
             self._blocks.swap_space.give_back(group, block)
-            self._stored.pop((group, content), None)
+            self._drop(group, content)
+
+    def _drop(self, group: int, content: bytes) -> None:
+        """Note that a block that was queued will not be stored."""
+        self._stored.pop((group, content), None)
+        self._unwritten.pop((group, content), None)
 
     def stop(self) -> None:
         """Neither fetch nor store anything from now on, because the weights may not be those of the entries."""

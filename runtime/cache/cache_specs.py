@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ..program import CacheSpec, Program, StateSpec
 
@@ -12,6 +13,16 @@ AnySpec = CacheSpec | StateSpec
 def whole_caches(program: Program) -> Sequence[AnySpec]:
     """Return the caches of a model of which ``program`` may be a stage."""
     return getattr(program, "whole_caches", program.caches)
+
+
+def of_all_ranks(specs: Sequence[AnySpec]) -> list[AnySpec]:
+    """Return the caches of one process, of which these are what one of several ranks holds."""
+    return [
+        replace(spec, num_kv_heads=spec.num_kv_heads * spec.head_ranks, head_ranks=1)
+        if isinstance(spec, CacheSpec)
+        else spec
+        for spec in specs
+    ]
 
 
 def token_specs(specs: Sequence[AnySpec]) -> list[CacheSpec]:

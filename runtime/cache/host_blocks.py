@@ -5,7 +5,7 @@ So it can be written to a store, and read back, in one piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,6 +26,7 @@ class HostBlocks:
         specs: cache specification of each layer.
         num_blocks: blocks of each group, slots of that of states.
         block_size: tokens per block.
+        allocate: makes the bytes of a group, flat; None: torch does.
 
     Attributes:
         cache: tensors of every entry of ``specs``, as ``allocate_kv_cache`` makes them.
@@ -36,7 +37,13 @@ class HostBlocks:
         RuntimeError: the host has too little memory.
     """
 
-    def __init__(self, specs: Sequence[AnySpec], num_blocks: Sequence[int], block_size: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[AnySpec],
+        num_blocks: Sequence[int],
+        block_size: int,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
         check_at_least(1, "use a positive value", num_blocks=min(num_blocks), block_size=block_size)
         self.num_heads: list[int] = []
         self._sizes: list[list[int]] = []
@@ -54,7 +61,9 @@ class HostBlocks:
                     end = row + _bytes_of_head(specs[i], part, block_size)
                     row = -(-end // _ALIGNMENT) * _ALIGNMENT
                     sizes[: _num_heads(specs[i])] = [end] * _num_heads(specs[i])
-            memory = torch.empty(count, heads, row, dtype=torch.uint8)
+            size = count * heads * row
+            flat = torch.empty(size, dtype=torch.uint8) if allocate is None else allocate(size)
+            memory = flat.view(count, heads, row)
             for i, part, at in places:
                 entries.setdefault(i, []).append(_view(specs[i], part, memory, at, block_size))
             self.num_heads.append(heads)

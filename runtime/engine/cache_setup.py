@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ..autocast import without_autocast
 from ..block_store.entries import FINGERPRINT_SIZE, Seal
 from ..block_store.kinds import open_block_store, read_secret
 from ..block_store.traffic import Traffic
 from ..blocks import BlockGroup, BlockManager
-from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, token_specs, whole_caches
+from ..cache.cache_specs import bytes_per_block, bytes_per_slot, has_state, of_all_ranks, token_specs, whole_caches
 from ..cache.host_blocks import HostBlocks
 from ..cache.kv_cache import UNSTATED_MODEL_LEN
 from ..cache.pool_plan import CacheCounts, CacheSizes, cache_counts
+from ..parallel.rank_blocks import RankBlocks
 from ..program import Program
 from ..requests.request import Request
 from .engine_options import EngineOptions
@@ -49,10 +51,10 @@ def plan_caches(program: Program, block_size: int, options: EngineOptions, free_
         max_model_len=options.max_model_len or program.max_model_len,
         swap_bytes=options.swap_bytes,
     )
-    plan = getattr(program, "cache_counts", None)
-    if plan is not None:
-        return plan(sizes)  # type: ignore[no-any-return]
-    counts = cache_counts(program.caches, sizes)
+    plan: Callable[[CacheSizes], CacheCounts] = getattr(
+        program, "cache_counts", partial(cache_counts, program.caches)
+    )
+    counts = plan(sizes)
     if options.kv_store is None or options.swap_bytes:
         return counts
     # Blocks from the store arrive in host memory: by default as much as the caches take, up to a limit.
@@ -60,7 +62,7 @@ def plan_caches(program: Program, block_size: int, options: EngineOptions, free_
         counts.device[spec.group] * (bytes_per_block([spec], block_size) + bytes_per_slot([spec]))
         for spec in program.caches
     )
-    return cache_counts(program.caches, replace(sizes, swap_bytes=min(DEFAULT_STORE_SPACE, whole)))
+    return plan(replace(sizes, swap_bytes=min(DEFAULT_STORE_SPACE, whole)))
 
 
 def block_groups(program: Program, planned: CacheCounts, block_size: int, options: EngineOptions) -> list[BlockGroup]:
@@ -142,7 +144,11 @@ def _smallest_pool(program: Program, counts: Sequence[int], block_size: int, opt
 
 
 def open_traffic(
-    program: Program, blocks: BlockManager, host: HostBlocks, options: EngineOptions, fingerprint: bytes | None
+    program: Program,
+    blocks: BlockManager,
+    host: HostBlocks | RankBlocks,
+    options: EngineOptions,
+    fingerprint: bytes | None,
 ) -> Traffic:
     """Open the store that the options ask for.
 
@@ -160,7 +166,7 @@ def open_traffic(
         raise ValueError("kv_store: what computes the blocks has no fingerprint, so nobody could use them; omit it")
     secret = b"" if options.kv_store_key_file is None else read_secret(options.kv_store_key_file)
     made_of = hashlib.blake2b(fingerprint, digest_size=FINGERPRINT_SIZE)
-    made_of.update(repr((blocks.block_size, program.caches)).encode())
+    made_of.update(repr((blocks.block_size, of_all_ranks(program.caches))).encode())
     assert options.kv_store is not None
     store = open_block_store(options.kv_store, Seal(made_of.digest(), secret), options.store_bytes)
     return Traffic(

@@ -154,6 +154,18 @@ class EngineCore:
         self.steps.copier.join()
         traffic.close()
 
+    def num_stored(self) -> int:
+        """Blocks that were given to the store so far, those that still wait included."""
+        return 0 if self.state.traffic is None else self.state.traffic.num_queued
+
+    def is_stored(self, count: int) -> bool:
+        """Whether of the first ``count`` blocks that were given to the store none waits; goes on storing."""
+        if self.state.traffic is None:
+            return True
+        with self.transaction:
+            self.steps.store_when_idle()
+        return self.state.traffic.is_written(count)
+
     def run_step(self) -> list[Submission]:
         """Run one model step; returns the submissions that progressed or ended.
 
@@ -188,7 +200,9 @@ class EngineCore:
                 return reason
         except DeviceLost as error:
             return str(error)
-        self.compute_again()
+        with self.transaction:
+            self.state.batcher.block_manager.forget_prefixes()  # the store's are of the same weights
+        self._recover()
         return ""
 
     def _end_all(self, reason: str) -> list[Submission]:

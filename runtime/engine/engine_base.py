@@ -118,11 +118,12 @@ class EngineBase:
         stored = [group.num_host_blocks for group in groups]
         host: KVCache = []
         if options.kv_store is not None:
-            if program.device.type != "cpu" or program.block_size or hasattr(program, "start_again"):
-                raise ValueError("kv_store works with one process on a CPU only; omit it")
+            if program.device.type != "cpu" or program.block_size:
+                raise ValueError("kv_store works on CPUs only; omit it")
             if not min(stored):
                 raise ValueError(f"swap_space={options.swap_space!r} holds no block from kv_store; raise it to 1GiB")
-            host_blocks = HostBlocks(program.caches, stored, block_size)
+            make_blocks = getattr(program, "host_blocks", partial(HostBlocks, program.caches))
+            host_blocks = make_blocks(stored, block_size)
             host = host_blocks.cache
             self.batcher.planner.traffic = traffic = open_traffic(
                 program, self.block_manager, host_blocks, options, fingerprint
@@ -224,6 +225,15 @@ class EngineBase:
         """Forget all cached prefixes, as is needed when weights change. An ``LLM`` does it by itself when a weight is
         written to in place; writing to ``.data`` goes unseen."""
         self._core.turns.take(self._core.forget_prefixes)
+
+    def num_stored(self) -> int:
+        """Blocks that were given to ``kv_store`` so far, those that still wait to be written included."""
+        return self._core.turns.take(self._core.num_stored)
+
+    def is_stored(self, count: int) -> bool:
+        """True if of the first ``count`` blocks that were given to ``kv_store`` none waits: what has not failed is
+        there. Steps store beside them; while none runs, this goes on with it."""
+        return self._core.turns.take(self._core.is_stored, count)
 
     def watch_prefix_cache(self, *, with_tokens: bool = False) -> CacheEvents:
         """Collect the changes of the prefix cache from now on; see ``CacheEvents``.

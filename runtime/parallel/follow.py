@@ -12,6 +12,7 @@ import torch
 
 from ..autocast import without_autocast
 from ..cache.block_copier import BlockCopier
+from ..cache.host_blocks import HostBlocks
 from ..cache.kv_cache import allocate_kv_cache
 from ..cache.pool_plan import CacheSizes, cache_counts
 from ..device_queue import with_sampled
@@ -24,6 +25,7 @@ from .device_group import exchanging
 from .facts import digest_of
 from .group import CollectiveFailed, GroupFailed, RankGroup, least_counts
 from .messages import Message, Pending, Step, TornMessage, copies_of, step_of
+from .shared_bytes import SharedBytes
 
 LoadProgram = Callable[[Message, RankGroup], Program]
 """Makes this rank's part of what a message of kind ``"load"`` describes."""
@@ -99,6 +101,7 @@ class Follower:
         self._spare = self._block_size = 0
         self._kv_cache: KVCache = []
         self._copier = BlockCopier([], [], [])
+        self._shared: SharedBytes | None = None
 
     def do(self, message: Message) -> None:
         """Do what a message says.
@@ -130,8 +133,14 @@ class Follower:
         self._agree_done(0)
 
     def _host(self, message: Message) -> None:
-        counts = message.values["counts"]
-        host = self._allocate(counts, torch.device("cpu")) if counts else []
+        counts, paths = message.values["counts"], message.values["shared"]
+        self._shared = SharedBytes.join(paths[self.group.rank - 1]) if paths else None
+        host: KVCache = []
+        if self._shared is not None:
+            self._shared.num_copied = 0
+            host = HostBlocks(self.program.caches, counts, self._block_size, self._shared.allocate).cache
+        elif counts:
+            host = self._allocate(counts, torch.device("cpu"))
         self._copier = BlockCopier(self._kv_cache, host, self._groups)
         self._agree_done(0)
 
@@ -152,6 +161,8 @@ class Follower:
                 self.program(self._ids(step), step.position_ids, step.metadata)
         finally:
             self._copier.join()
+        if step.copies:
+            self._note_copied()
 
     def _ids(self, step: Step) -> torch.Tensor:
         if step.pending is None:
@@ -161,6 +172,11 @@ class Follower:
 
     def _copies(self, message: Message) -> None:
         self._copier.run(copies_of(message))
+        self._note_copied()
+
+    def _note_copied(self) -> None:
+        if self._shared is not None:
+            self._shared.num_copied += 1
 
     def _discard(self, message: Message) -> None:
         values = message.values

@@ -102,6 +102,9 @@ class Ranks:
         step_timeout: seconds for one step, and for any other message.
         restarts: how often others are started in place of those that failed; None: three times in ten minutes.
 
+    Attributes:
+        are_children: no launcher has started the others, so they are on this host.
+
     Raises:
         OSError: a process could not be started.
     """
@@ -124,6 +127,7 @@ class Ranks:
         self.size, self.stages = size, stages
         self.load_timeout, self.step_timeout = load_timeout, step_timeout
         self.num_restarts = 0
+        self.are_children = launched is None
         self._former_seconds = 0.0
         threads = torch.get_num_threads() if threads is None else threads
         self._known = {**facts(threads), **known}

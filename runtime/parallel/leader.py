@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +25,16 @@ from .group import GroupFailed, least_counts
 from .group_queue import GroupQueue
 from .interrupts import interrupts_held
 from .messages import Message, Pending, Step, copies_message, step_message
+from .rank_blocks import RankBlocks
+from .shared_bytes import SharedBytes
 
 if TYPE_CHECKING:
     from .launch import Ranks
 
 logger = logging.getLogger(__name__)
+
+_WAIT_SECONDS = 1e-4
+"""Between two looks at whether the others have made their copies."""
 
 
 class LeaderProgram:
@@ -57,6 +63,8 @@ class LeaderProgram:
         self._waiting: tuple[torch.Tensor, Pending, torch.Tensor] | None = None
         self._num_steps = 0
         self._setup: dict[str, tuple[Message, int]] = {}
+        self._shared: Sequence[SharedBytes] = ()
+        self.num_copies = 0
         self.queue: DeviceQueue | None = None
         if isinstance(ranks.group, DeviceGroup):
             self.queue = GroupQueue(self.device, self._together)
@@ -143,10 +151,37 @@ class LeaderProgram:
         self._setup.pop("host", None)
         self._set_up(Message("bind", {"counts": self._counts(kv_cache), "block_size": self._tokens(kv_cache)}))
 
+    def host_blocks(self, num_blocks: Sequence[int], block_size: int) -> RankBlocks:
+        """Host memory of blocks that this process reads and writes on all ranks; for ``copier``.
+
+        Args:
+            num_blocks: blocks of each group.
+            block_size: tokens per block.
+
+        Raises:
+            ValueError: the ranks are not on this host, or do not divide the KV heads.
+        """
+        if not self._ranks.are_children:
+            raise ValueError("kv_store: a launcher has started the ranks; use distributed_executor_backend='mp'")
+        blocks = RankBlocks(self.caches, num_blocks, block_size, self._ranks.size)
+        self._shared = blocks.shared
+        return blocks
+
     def copier(self, kv_cache: KVCache, host_cache: KVCache, group_of_layer: Sequence[int]) -> LeaderCopier:
         """What copies blocks of the caches that are bound, on all ranks."""
-        self._set_up(Message("host", {"counts": self._counts(host_cache) if host_cache else []}))
+        counts = self._counts(host_cache) if host_cache else []
+        self._set_up(Message("host", {"counts": counts, "shared": [memory.path for memory in self._shared]}))
         return LeaderCopier(self, kv_cache, host_cache, group_of_layer)
+
+    def has_copied(self, count: int) -> bool:
+        """Whether every rank with shared host memory has made copies so often.
+
+        Raises:
+            GroupFailed: none will.
+        """
+        if self._ranks.failure is not None:
+            raise self._ranks.failure
+        return all(memory.num_copied >= count for memory in self._shared)
 
     def warm_up(self) -> None:
         """Compile or capture steps of all planned sizes on every rank."""
@@ -171,6 +206,7 @@ class LeaderProgram:
         starts of late."""
         self._copies = ()
         self._begun.clear()
+        self.num_copies = 0
         if self._ranks.failure is None:
             return False  # it is this rank's device that is lost
         while self._ranks.failure is not None:
@@ -267,6 +303,20 @@ class LeaderCopier(BlockCopier):
         values = {"group": group, "first": first, "end": end}
         self._program.all_do(Message("discard", values), partial(BlockCopier.discard, self, **values))
 
+    def _make(self, copies: Sequence[CacheCopy]) -> None:
+        """Make this rank's copies; they are made where the others have made theirs, too, if somebody reads those."""
+        on_copied, self.on_copied = self.on_copied, None
+        try:
+            super()._make(copies)
+        finally:
+            self.on_copied = on_copied
+        self._program.num_copies += 1
+        if on_copied is None:
+            return
+        while not self._program.has_copied(self._program.num_copies):
+            time.sleep(_WAIT_SECONDS)
+        on_copied(copies)
+
     def start(self, copies: Sequence[CacheCopy]) -> None:
         """Make the copies beside the next step, on all ranks."""
         self._program.give_copies(copies)
@@ -274,7 +324,8 @@ class LeaderCopier(BlockCopier):
 
     def join(self) -> None:
         """Wait for the copies of this rank; where no step has gone with them, the others make them now."""
-        copies = self._program.take_copies()
-        super().join()
-        if copies:
-            self._program.all_do(copies_message(copies), lambda: None)
+        try:
+            if copies := self._program.take_copies():
+                self._program.all_do(copies_message(copies), lambda: None)
+        finally:
+            super().join()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch_pagoda import LLM, SamplingParams
 from torch_pagoda.runtime.block_store import traffic as traffic_module
 from torch_pagoda.runtime.engine import core
 
-from hf_reference import forced
+from hf_reference import forced, greedy_without_cache
 from tiny_models import build_tiny_model
 
 MODELS = {
@@ -65,6 +67,65 @@ def test_a_later_start_takes_all_full_blocks(kind: str, tmp_path: Path) -> None:
         assert [forced(model, prompt, own).tokens for prompt, own in zip(prompts, tokens, strict=True)] == tokens
 
 
+@pytest.mark.parametrize("kind", ["dense", "windows", "latents", "experts", "int8"])
+def test_ranks_and_one_process_read_the_same_entries(kind: str, tmp_path: Path) -> None:
+    name, options = MODELS[kind]
+    model = build_tiny_model(name)
+    model.save_pretrained(tmp_path / "model")
+    prompts = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+    first, second = [(length - 1) // 4 * 4 for length in LENGTHS]
+    one, cached = served(tmp_path, prompts[:1], tensor_parallel_size=2, **options)
+    assert cached == [0]
+    tokens, cached = served(tmp_path, prompts, **options)
+    assert tokens[:1] == one and cached == [first, 0]
+    assert served(tmp_path, prompts, tensor_parallel_size=2, **options) == (tokens, [first, second])
+    if not options:
+        assert [forced(model, prompt, own).tokens for prompt, own in zip(prompts, tokens, strict=True)] == tokens
+
+
+def test_what_ranks_have_stored_is_whole_though_one_was_killed(tmp_path: Path) -> None:
+    model = build_tiny_model("llama")
+    model.save_pretrained(tmp_path / "model")
+    prompts = [torch.randint(3, 250, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    expected = [greedy_without_cache(model, prompt, 8).tokens for prompt in prompts]
+    with LLM(
+        tmp_path / "model",
+        **{"block_size": 4, "num_blocks": 512, "max_num_batched_tokens": 16, "tensor_parallel_size": 2},
+        **{"kv_store": f"folder://{tmp_path}/kv", "kv_store_write": "all", "kv_store_wait": 30.0},
+    ) as llm:
+        for number, prompt in enumerate(prompts):
+            llm.submit(prompt, params, str(number))
+        for _ in range(3):
+            llm.step()
+        os.kill(llm.program.pids[0], signal.SIGKILL)
+        found = {}
+        while llm.has_unfinished():
+            found |= {output.request_id: list(output.outputs[0].token_ids) for output in llm.step()}
+        assert [found[str(number)] for number in range(len(prompts))] == expected
+        assert llm.stats()["rank_restarts"] == 1
+        llm.batcher.check()
+    again, cached = served(tmp_path, prompts)
+    assert again == expected and cached == [(length - 1) // 4 * 4 for length in LENGTHS]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "reason"),
+    [
+        ("qwen3_5_text", {}, "for models with states"),
+        ("deepseek_v32", {}, "KV heads are not divided among the ranks"),
+        ("llama", {"num_key_value_heads": 1}, "KV heads are not divided among the ranks"),
+    ],
+    ids=str,
+)
+def test_ranks_that_do_not_divide_the_heads_are_refused(
+    name: str, overrides: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    build_tiny_model(name, **overrides).save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=reason):
+        served(tmp_path, [[5, 6, 7]], tensor_parallel_size=2)
+
+
 def test_other_weights_find_nothing(tmp_path: Path) -> None:
     prompt = list(range(3, 50))
     model = build_tiny_model("llama")
@@ -79,7 +140,6 @@ def test_other_weights_find_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2"),
         ({"target": "npu"}, "target='npu'"),
     ],

@@ -59,8 +59,8 @@ class FakeEngine:
     died: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def stats_of_engines(self) -> list[Mapping[str, int | float]]:
-        return [self.stats]
+    def stats_of_engines(self) -> Mapping[str, Mapping[str, int | float]]:
+        return {"0": self.stats}
 
     @property
     def hello(self) -> Hello:

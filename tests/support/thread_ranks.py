@@ -70,6 +70,7 @@ class ThreadRanks:
     """
 
     load_timeout = step_timeout = 20.0
+    are_children = True
     stages = 1
     seconds = 0.0
 

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from torch_pagoda.fleet import app
 from torch_pagoda.serving.fleet.plan import FleetPlan
 
+MODEL = Path(__file__).parents[2] / "examples" / "tiny-pydoc"
+STORE = {"prefill_replicas": 1, "kv_store": "mooncake://host:50051"}
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -23,6 +26,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
     made: list[FleetPlan] = []
     ray, deployments = ModuleType("ray"), ModuleType("torch_pagoda.serving.fleet.deployments")
     ray.cluster_resources = lambda: {"CPU": 16.0}  # type: ignore[attr-defined]
+    ray.is_initialized = lambda: True  # type: ignore[attr-defined]
     ray.shutdown = lambda: None  # type: ignore[attr-defined]
     ray.serve = ModuleType("ray.serve")  # type: ignore[attr-defined]
     ray.serve.shutdown = lambda: None
@@ -68,6 +72,15 @@ def test_arguments_of_serve_run_are_those_of_the_command(plans: list[FleetPlan])
     assert plan.settings.max_queue == 4 * 64 * 8 and plan.options["max_queue"] == 4 * 64 * 8 + 64
 
 
+def test_without_a_cluster_each_rank_gets_a_processor(
+    plans: list[FleetPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: False)
+    monkeypatch.delattr(sys.modules["ray"], "cluster_resources")
+    app({"model": "m", "replicas": 2, "tensor_parallel_size": 3})
+    assert plans[0].cpus == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -78,12 +91,27 @@ def test_arguments_of_serve_run_are_those_of_the_command(plans: list[FleetPlan])
         ({"model": "m", "autoscaling_config": {"min_replicas": 0}}, "min_replicas=0 is not supported"),
         ({"model": "m", "distributed_executor_backend": "external_launcher"}, "starts the ranks of a replica itself"),
         ({"model": "m", "log_format": "xml"}, "--log-format xml is not known"),
+        ({"model": "m", "prefill_replicas": -1}, "prefill_replicas=-1"),
+        ({"model": "m", "prefill_replicas": 1}, "--prefill-replicas 1 needs a store that all replicas reach"),
+        ({"model": "m", "prefill_tensor_parallel_size": 2}, "needs --prefill-replicas; give both"),
+        ({"model": str(MODEL.parent), **STORE}, "kv_store does not support model="),
     ],
 )
 def test_wrong_arguments_are_refused(plans: list[FleetPlan], arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         app(arguments)
     assert not plans
+
+
+def test_replicas_that_compute_prompts_store_all_and_the_others_wait_for_it(plans: list[FleetPlan]) -> None:
+    app({"model": str(MODEL), **STORE, "replicas": 3, "autoscaling_config": {"max_replicas": 4}})
+    app({"model": str(MODEL), **STORE, "kv_store_wait": 3.0, "cpus_per_replica": 2})
+    first, second = plans
+    assert first.prefill is not None and second.prefill is not None
+    assert (first.replicas, first.prefill.replicas, first.prefill.autoscaling) == (3, 1, None)
+    assert first.cpus == first.prefill.cpus == 16 // (4 + 1) and second.prefill.cpus == 2
+    assert first.prefill.options == {**first.options, "kv_store_write": "all", "kv_store_wait": 0.2}
+    assert (first.options["kv_store_wait"], second.options["kv_store_wait"]) == (10.0, 3.0)
 
 
 def test_more_replicas_than_a_host_has_processors_for_are_refused(
@@ -93,3 +121,7 @@ def test_more_replicas_than_a_host_has_processors_for_are_refused(
     status, out, err = run("fleet", "m", "--replicas", "17")
     assert (status, out, plans) == (2, "", [])
     assert "--replicas 17 with 1 processors each need 17, and this host has 16; lower --replicas" in err
+    address = "folder:///nowhere/kv"
+    status, out, err = run("fleet", str(MODEL), "--replicas", "15", "--prefill-replicas", "2", "--kv-store", address)
+    assert (status, out, plans) == (2, "", [])
+    assert "each and --prefill-replicas 2 with 1 need 17, and this host has 16" in err

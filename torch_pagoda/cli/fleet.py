@@ -30,10 +30,14 @@ if TYPE_CHECKING:
 _RAY = ((2, 60), (2, 62))
 """The first version of Ray that this runs with, and the first not tried: Serve's interface to routers is alpha."""
 
+_STORE_WAIT = 10.0
+"""``kv_store_wait`` by default where another replica has just stored the blocks, in seconds."""
+
 _PANELS = (
     (
         "Fleet",
-        "replicas autoscaling_config cpus_per_replica address app_name host port served_model_name no_ui root_path "
+        "replicas prefill_replicas prefill_tensor_parallel_size autoscaling_config cpus_per_replica address app_name "
+        "host port served_model_name no_ui root_path "
         "log_format log_requests metrics_prefix enable_admin config",
     ),
     ("Access", "api_key api_key_file protect_metrics isolate_keys allowed_origins allowed_hosts"),
@@ -57,6 +61,8 @@ class FleetOptions(ServeOptions):
     """Options of ``pagoda fleet``, in addition to the server's settings and the keyword arguments of ``LLM``."""
 
     replicas: int = option(1, "Replicas of the model; with autoscaling, those at the start.")
+    prefill_replicas: int = option(0, "Further replicas, which compute prompts for the others; needs --kv-store.")
+    prefill_tensor_parallel_size: int | None = option(None, "Their ranks; by default those of the others.")
     autoscaling_config: str | None = option(None, "Fields of Ray Serve's AutoscalingConfig (JSON).", metavar="JSON")
     cpus_per_replica: float | None = option(
         None, "Processors that Ray reserves for a replica; by default equal shares of the cluster's."
@@ -84,6 +90,7 @@ def fleet(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[
             plan = make_plan(model, own, settings, engine)
             if is_local:
                 _check_processors(plan)
+            _start_serve(settings)
             status = _serve(plan, own, settings)
         finally:
             if is_local:
@@ -95,7 +102,7 @@ def fleet(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[
 
 @with_options(FleetOptions, _PANELS, (Settings,), LLM_OPTIONS)
 def _bind(model: Model, own: FleetOptions, server: dict[str, Any], engine: dict[str, Any]) -> Any:
-    """The application of a fleet; Ray runs."""
+    """The application of a fleet."""
     from ..serving.fleet.deployments import application
 
     return application(make_plan(model, own, make_settings(model, own, server, engine, _version()), engine))
@@ -136,7 +143,7 @@ def application_of(arguments: Mapping[str, Any]) -> Application:
 
 
 def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping[str, Any]) -> FleetPlan:
-    """What a fleet serves; Ray runs.
+    """What a fleet serves.
 
     Raises:
         ValueError: an option is invalid.
@@ -144,6 +151,7 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     import ray
 
     from ..runtime.engine.engine_options import EngineOptions
+    from ..runtime.requests.checks import whole_number
     from ..serving.fleet.plan import FleetPlan
     from .engine_process import engine_argv
     from .serving import QUEUE_PER_SEQUENCE, check_logs
@@ -157,12 +165,18 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     most = own.replicas if autoscaling is None else int(autoscaling.get("max_replicas", own.replicas))
     sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
     queue = QUEUE_PER_SEQUENCE * sequences * most if settings.max_queue is None else settings.max_queue
-    there = float(ray.cluster_resources().get("CPU", 0))
-    ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-    cpus = own.cpus_per_replica
-    if cpus is None:
-        cpus = max(float(ranks), there // max(most, 1))
-    return FleetPlan(
+    # "serve run" makes the application before it joins a cluster.
+    there = float(ray.cluster_resources().get("CPU", 0)) if ray.is_initialized() else 0.0
+    share = there // max(most + own.prefill_replicas, 1)
+
+    def of_ranks(plan: FleetPlan, options: Mapping[str, Any]) -> FleetPlan:
+        """The plan with these options, and what Ray reserves for them."""
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        cpus = max(float(ranks), share) if own.cpus_per_replica is None else own.cpus_per_replica
+        npus = ranks if str(options.get("device", "auto")).startswith("npu") else 0
+        return replace(plan, options=options, cpus=cpus, npus=npus)
+
+    plan = FleetPlan(
         model=_absolute(model),
         tokenizer=None if own.tokenizer is None else _absolute(own.tokenizer),
         options={**options, "max_queue": queue + sequences},
@@ -170,11 +184,44 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
         engine_argv=tuple(engine_argv()),
         replicas=own.replicas,
         autoscaling=autoscaling,
-        cpus=cpus,
-        npus=ranks if str(options.get("device", "auto")).startswith("npu") else 0,
         log_format=own.log_format,
         log_requests=own.log_requests,
     )
+    plan = of_ranks(plan, plan.options)
+    whole_number("prefill_replicas", own.prefill_replicas, 0, "use 0 or more")
+    if not own.prefill_replicas:
+        if own.prefill_tensor_parallel_size is not None:
+            raise ValueError("--prefill-tensor-parallel-size needs --prefill-replicas; give both")
+        return plan
+    to_prefill, to_decode = _apart(own, plan)
+    prefill = of_ranks(replace(plan, replicas=own.prefill_replicas, autoscaling=None), to_prefill)
+    return replace(of_ranks(plan, to_decode), prefill=prefill)
+
+
+def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The engines' options where some compute prompts, and others read what those have stored.
+
+    Raises:
+        ValueError: there is no store, or it takes no blocks of this model.
+    """
+    from ..block_fingerprint import storable_files
+    from ..options import split_options
+    from ..runtime.engine.engine_options import EngineOptions
+
+    options = dict(plan.options)
+    if options.get("kv_store") is None:
+        raise ValueError(
+            f"--prefill-replicas {own.prefill_replicas} needs a store that all replicas reach; give --kv-store"
+        )
+    prefill = {**options, "kv_store_write": "all"}
+    if own.prefill_tensor_parallel_size is not None:
+        prefill["tensor_parallel_size"] = own.prefill_tensor_parallel_size
+    if options.get("kv_store_wait", EngineOptions.kv_store_wait) == EngineOptions.kv_store_wait:
+        options["kv_store_wait"] = _STORE_WAIT
+    for each in (prefill, options):
+        loading, _, compiling = split_options(each, owns_weights=True)
+        storable_files(plan.model, loading, compiling)
+    return prefill, options
 
 
 def _check_processors(plan: FleetPlan) -> None:
@@ -186,10 +233,14 @@ def _check_processors(plan: FleetPlan) -> None:
     import ray
 
     needed, there = plan.replicas * plan.cpus, float(ray.cluster_resources().get("CPU", 0))
+    further = ""
+    if plan.prefill is not None:
+        needed += plan.prefill.replicas * plan.prefill.cpus
+        further = f" and --prefill-replicas {plan.prefill.replicas} with {plan.prefill.cpus:g}"
     if needed > there:
         raise ValueError(
-            f"--replicas {plan.replicas} with {plan.cpus:g} processors each need {needed:g}, and this host has "
-            f"{there:g}; lower --replicas or --cpus-per-replica, or join a cluster with --address"
+            f"--replicas {plan.replicas} with {plan.cpus:g} processors each{further} need {needed:g}, and this host "
+            f"has {there:g}; lower --replicas or --cpus-per-replica, or join a cluster with --address"
         )
 
 
@@ -234,9 +285,30 @@ def _join_ray(address: str | None) -> bool:
         where = "on this host" if address is None else f"at {address}"
         raise ValueError(
             f"Ray {where} cannot be used: {' '.join(str(error).split())[:500]}; start it with 'ray start --head', "
-            f"of the version that is installed here ({ray.__version__})"
+            f"of the version that is installed here ({ray.__version__}); where it asks for a token, set "
+            "RAY_AUTH_MODE=token"
         ) from error
     return address is None
+
+
+def _start_serve(settings: Settings) -> None:
+    """Start Ray Serve, unless the cluster has it.
+
+    Raises:
+        ValueError: it has, on another address.
+    """
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    serve.start(http_options={"host": settings.host, "port": settings.port})
+    client = _get_global_client()
+    assert client is not None, "it was started"
+    found = client.http_config
+    if (found.host, found.port) != (settings.host, settings.port):
+        raise ValueError(
+            f"--host {settings.host} --port {settings.port}: Ray Serve runs on this cluster already, on "
+            f"{found.host}:{found.port}; give these"
+        )
 
 
 def _serve(plan: FleetPlan, own: FleetOptions, settings: Settings) -> int:
@@ -249,10 +321,9 @@ def _serve(plan: FleetPlan, own: FleetOptions, settings: Settings) -> int:
     stop = threading.Event()
     before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        serve.start(http_options={"host": settings.host, "port": settings.port})
         try:
             handle = serve.run(application(plan), name=own.app_name, route_prefix="/")
-            handle.wait_for.remote(plan.replicas).result()
+            handle.wait_for.remote(plan.replicas, 0 if plan.prefill is None else plan.prefill.replicas).result()
         except (RuntimeError, RayError) as error:
             reason = next((line for line in reversed(str(error).strip().splitlines()) if line.strip()), "")
             typer.echo(f"pagoda: error: the fleet did not start: {reason.strip()}", err=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch
 from thread_ranks import kinds, leading
 from toy_state_program import ToyStateProgram
 
+from torch_pagoda.runtime.cache.block_copier import BlockCopier
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.requests.beam_search_params import BeamSearchParams
@@ -73,6 +76,32 @@ def test_blocks_are_copied_moved_and_discarded_on_all_ranks(toy, ahead):
     assert engine.stats()["swaps"] > 0
     assert any("copies" in message.tensors for message in ranks.sent if message.kind == "step"), "beside a step"
     assert {"copies", "discard"} <= {*kinds(ranks.sent)}
+
+
+def test_blocks_of_all_ranks_are_stored_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another rank makes its copies late."""
+    make = BlockCopier._make
+
+    def late(self: BlockCopier, copies: Any) -> None:
+        if type(self) is BlockCopier:
+            time.sleep(0.003)
+        make(self, copies)
+
+    monkeypatch.setattr(BlockCopier, "_make", late)
+
+    def divided() -> ToyProgram:
+        program = attention()
+        program.caches = [replace(spec, head_ranks=2) for spec in program.caches]
+        return program
+
+    store = {"kv_store": f"folder://{tmp_path}/kv", "kv_store_write": "all", "kv_store_wait": 30.0}
+    expected = tokens(Engine(attention(), **SETTINGS))
+    for is_read in (False, True):
+        engine = Engine(leading(divided)[0], **SETTINGS, **store, swap_space=1 << 20, fingerprint=b"of this test")
+        assert tokens(engine) == expected
+        assert engine.stats()["cached_tokens"] == is_read * sum((len(prompt) - 1) // 4 * 4 for prompt in PROMPTS)
+        engine.generate([[9] * 9], SamplingParams(temperature=0, max_tokens=1))  # stored when no step runs
+        engine.shutdown()
 
 
 @pytest.mark.parametrize("toy", MADE)

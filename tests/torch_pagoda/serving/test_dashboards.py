@@ -189,7 +189,7 @@ def missing(scrape: str) -> list[str]:
 def scraped(prefix: str = "both") -> str:
     class Client:
         stats = {"running": 1, "steps": 3}  # noqa: RUF012 -- of this one test
-        stats_of_engines = (stats,)
+        stats_of_engines = {"0": stats}  # noqa: RUF012
 
     metrics = ServerMetrics(Client(), "tiny", 4096, prefix)
     metrics.observe_http("/v1/completions", "POST", 500, 0.1)

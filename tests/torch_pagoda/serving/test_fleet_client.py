@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
+from stored_blocks import FINGERPRINT
 from thread_client import ThreadClient
 
 from torch_pagoda.runtime.engine.engine import Engine
@@ -186,6 +188,32 @@ def test_a_replica_with_other_weights_gets_no_requests() -> None:
                 await client.wait_for(2)
             client.set_replicas({"b"})
             await client.wait_for(1)
+
+    asyncio.run(use())
+
+
+def test_replicas_that_compute_prompts_are_routed_to_and_compared(tmp_path: Path) -> None:
+    store = {"kv_store": f"folder://{tmp_path}/kv", "fingerprint": FINGERPRINT, "swap_space": 1 << 20}
+
+    async def use() -> None:
+        host = Host()
+        await host.open("p", caching(**store, kv_store_write="all"))
+        await host.open("e", caching(**store, kv_store_wait=30.0))
+        await host.open("other", caching(), weights="others")
+        prefill = FleetClient(host.connect)
+        client = FleetClient(host.connect, prefill)
+        client.set_replicas({"e"})
+        await client.wait_for(1)
+        prefill.set_replicas({"other"})
+        with pytest.raises(EngineDied, match="other differs from replica e in its weights"):
+            await prefill.wait_for(1)
+        prefill.set_replicas({"p"})
+        await prefill.wait_for(1)
+        submit = Submit("r", [PROMPT], {"max_tokens": 5, "ignore_eos": True})
+        assert (await read_all(client.submit(submit)))[-1].num_cached_tokens == 16
+        assert client.state == "ready" and sorted(client.stats_of_engines) == ["0", "prefill-0"]
+        await client.close()
+        await host.close()
 
     asyncio.run(use())
 

@@ -31,8 +31,8 @@ class Client:
         self.stats = stats
 
     @property
-    def stats_of_engines(self) -> list[dict[str, float]]:
-        return [self.stats]
+    def stats_of_engines(self) -> dict[str, dict[str, float]]:
+        return {"0": self.stats}
 
 
 def served(**stats: float) -> ServerMetrics:

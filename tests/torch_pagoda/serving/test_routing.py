@@ -107,3 +107,14 @@ def test_prefixes_are_hit_and_queues_stay_even(engines: int, prefixes: int) -> N
         hits[count] = found / asked
     assert hits[engines] >= 0.9 * hits[1] > 0.3
     assert sorted(worst)[len(worst) // 2] <= 1.55
+
+
+def test_leading_blocks_that_engines_hold_are_counted() -> None:
+    router, (a, b, c) = PrefixRouter(), (bytes([i]) * 16 for i in range(3))
+    router.stored(0, [a, b])
+    router.stored(1, [a])
+    assert [router.num_held([a, b, c], engines) for engines in ([0, 1], [1], [2], [])] == [2, 1, 0, 0]
+    router.stored(2, [c])  # of a state, say, whose earlier blocks nobody needs
+    assert router.num_held([a, b, c], [1, 2]) == 3
+    router.choose([a, b, c], [None, 0.0, None])  # it is only about to hold them
+    assert router.num_held([a, b, c], [1]) == 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from .wire import Delta, Hello, Submit
@@ -77,8 +77,8 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
-        """The same of each engine behind this client."""
+    def stats_of_engines(self) -> Mapping[str, Mapping[str, int | float]]:
+        """The same of each engine behind this client, by its name in metrics."""
         ...
 
     @property

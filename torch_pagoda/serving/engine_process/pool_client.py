@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from msgspec.structs import replace
 
 from ...runtime.blocks import chain_start, extend_chain
 from .client import DeltaStream, EngineDied, EngineState, EngineUnavailable, RequestRefused
+from .hand_over import HandOver
 from .routing import PrefixRouter
 from .socket_client import SocketClient
 from .wire import CacheChange, Delta, Hello, Submit
@@ -31,10 +33,14 @@ class PoolClient:
 
     Args:
         clients: one for each engine, not started yet; ``add`` adds others.
+        prefill: other engines, which compute a prompt first and store its blocks where these read them, unless one
+            of these holds all of its full blocks. The pool's facts are those of its own engines, its statistics those
+            of all.
     """
 
-    def __init__(self, clients: Sequence[SocketClient]) -> None:
+    def __init__(self, clients: Sequence[SocketClient], prefill: PoolClient | None = None) -> None:
         self._clients: list[SocketClient] = []
+        self._prefill = prefill
         self._router = PrefixRouter()
         for client in clients:
             self.add(client)
@@ -51,8 +57,12 @@ class PoolClient:
         Raises:
             OSError: a process could not be started.
         """
-        for client in self._clients:
+        for client in self._all:
             await client.start()
+
+    @property
+    def _all(self) -> list[SocketClient]:
+        return self._clients if self._prefill is None else [*self._clients, *self._prefill._clients]
 
     @property
     def state(self) -> EngineState:
@@ -83,18 +93,23 @@ class PoolClient:
     def stats(self) -> Mapping[str, int | float]:
         """Sums over the engines; of ratios the mean."""
         total: dict[str, int | float] = {}
-        for stats in self.stats_of_engines:
+        engines = self.stats_of_engines.values()
+        for stats in engines:
             for name, value in stats.items():
                 total[name] = value if name in _SHARED else total.get(name, 0) + value
         for name in total.keys() & set(_RATIOS):
-            total[name] /= sum(name in stats for stats in self.stats_of_engines)
+            total[name] /= sum(name in stats for stats in engines)
         if "prefix_hit_rate" in total:
             total["prefix_hit_rate"] = total.get("prefix_hit_tokens", 0) / max(total.get("prefix_query_tokens", 0), 1)
         return total
 
     @property
-    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
-        return [client.stats for client in self._clients]
+    def stats_of_engines(self) -> Mapping[str, Mapping[str, int | float]]:
+        """By the engine's number, with ``"prefill-"`` in front for those of the other pool."""
+        own = {str(number): client.stats for number, client in enumerate(self._clients)}
+        if self._prefill is None:
+            return own
+        return own | {f"prefill-{name}": stats for name, stats in self._prefill.stats_of_engines.items()}
 
     @property
     def seconds_since_heard(self) -> float:
@@ -108,7 +123,7 @@ class PoolClient:
         Raises:
             EngineDied: an engine ended before it was ready, or the engines have other limits.
         """
-        hellos = await asyncio.gather(*(client.wait_ready() for client in self._clients))
+        hellos = await asyncio.gather(*(client.wait_ready() for client in self._all))
         for name in ("vocab_size", "model"):
             if len({getattr(hello, name) for hello in hellos}) > 1:
                 raise EngineDied(f"the engines differ in {name}; the checkpoint changed while they loaded it")
@@ -119,7 +134,24 @@ class PoolClient:
         await asyncio.gather(*(client.wait_dead() for client in self._clients))
 
     def submit(self, submit: Submit) -> DeltaStream:
+        if self._prefill is not None and self._prefill.state == "ready" == self.state and self._is_new(submit):
+            return HandOver(submit, partial(_PoolStream, self._prefill), partial(_PoolStream, self))
         return _PoolStream(self, submit)
+
+    def _is_new(self, submit: Submit) -> bool:
+        """Whether a prompt has a full block that no engine holds, and that may be read from a cache."""
+        if submit.params.get("prompt_logprobs") is not None:
+            return False
+        ready = [number for number, client in enumerate(self._clients) if client.state == "ready"]
+        found = [self._hashes(prompt, submit) for prompt in submit.prompts]
+        return any(len(hashes) > self._router.num_held(hashes, ready) for hashes in found)
+
+    def _hashes(self, prompt: Sequence[int], submit: Submit) -> list[bytes]:
+        """Of the full blocks of a prompt that an engine could find."""
+        hashes: list[bytes] = []
+        if size := int(next((c.stats["block_size"] for c in self._clients if "block_size" in c.stats), 0)):
+            extend_chain(hashes, prompt[:-1], 0, size, chain_start(submit.options.get("cache_salt") or ""))
+        return hashes
 
     def place(self, submit: Submit, without: Sequence[SocketClient] = ()) -> tuple[SocketClient, DeltaStream]:
         """Send a submission to the engine that the router chooses.
@@ -137,24 +169,20 @@ class PoolClient:
         ]
         if all(load is None for load in loads):
             raise EngineUnavailable(self.state, f"no engine is ready (the engines are {self.state}); try again later")
-        hashes: list[bytes] = []
-        if submit.prompts:
-            prompt = submit.prompts[0]
-            if size := int(next((c.stats["block_size"] for c in self._clients if "block_size" in c.stats), 0)):
-                extend_chain(hashes, prompt[:-1], 0, size, chain_start(submit.options.get("cache_salt") or ""))
+        hashes = self._hashes(submit.prompts[0], submit) if submit.prompts else []
         client = self._clients[self._router.choose(hashes, loads)]
         return client, client.submit(submit)
 
     async def ask(self, what: str, timeout: float = 10.0) -> list[Any]:
         """Ask all engines that are ready; returns their answers."""
-        ready = [client for client in self._clients if client.state == "ready"]
+        ready = [client for client in self._all if client.state == "ready"]
         if not ready:
             raise EngineUnavailable(self.state, "no engine is ready; try again later")
         return await asyncio.gather(*(client.ask(what, timeout) for client in ready))
 
     async def close(self) -> None:
         """End all engines and wait for their ends."""
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for client in self._all))
 
     def _note(self, number: int, change: CacheChange) -> None:
         if change.is_stored:
@@ -196,6 +224,10 @@ class _PoolStream:
         """See ``DeltaStream``."""
         self._is_cancelled = True
         self._stream.cancel()
+
+    async def stored(self) -> None:
+        """See ``PrefillStream``."""
+        await self._tried[-1].ask("stored")
 
     def _place(self) -> DeltaStream:
         client, stream = self._pool.place(self._submit, self._tried)

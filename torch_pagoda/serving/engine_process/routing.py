@@ -52,6 +52,12 @@ class PrefixRouter:
         self.removed(engine, [*self._held])
         self.removed(engine, [*self._coming])
 
+    def num_held(self, hashes: Sequence[bytes], engines: Iterable[int]) -> int:
+        """Return how many leading blocks of a prompt one of these engines holds, those without their keys and values
+        between others counted."""
+        bits = sum(1 << engine for engine in engines)
+        return next((i for i in range(len(hashes), 0, -1) if self._held.get(hashes[i - 1], 0) & bits), 0)
+
     def choose(self, hashes: Sequence[bytes], loads: Sequence[float | None]) -> int:
         """Return the engine for a prompt, and expect it to hold the prompt's blocks from now on.
 

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from .client import EngineDied, EngineState, EngineUnavailable, RequestRefused
@@ -71,8 +71,8 @@ class SocketClient(ABC):
         return self._counters.stats
 
     @property
-    def stats_of_engines(self) -> Sequence[Mapping[str, int | float]]:
-        return [self._counters.stats]
+    def stats_of_engines(self) -> Mapping[str, Mapping[str, int | float]]:
+        return {"0": self._counters.stats}
 
     @property
     def seconds_since_heard(self) -> float:

@@ -82,7 +82,8 @@ class Ask(Struct, array_like=True, frozen=True, tag="ask"):
 
     Attributes:
         call_id: repeated in the ``Answer``.
-        what: ``"ping"``, ``"stats"``, ``"profile"`` or ``"reset_prefix_cache"``.
+        what: ``"ping"``, ``"stats"``, ``"profile"``, ``"reset_prefix_cache"``, or ``"stored"``: answered when all
+            blocks that were to be stored before are in the store, or dropped.
     """
 
     call_id: int

@@ -49,6 +49,8 @@ MAX_UNSENT = 64 * 2**20
 
 _IDLE_SECONDS = 1.0
 """Between two looks at the other ranks of the model while no step runs."""
+_STORE_SECONDS = 0.002
+"""Between two looks at whether what somebody waits for is stored, while no step runs."""
 _MAX_FAILURES = 3
 _MAX_REASON = 10_000
 """Maximum characters of an error message, which may quote the request."""
@@ -99,6 +101,7 @@ class Worker:
         self._too_long: set[str] = set()
         self._refused: list[Refused] = []
         self._answers: list[Answer] = []
+        self._storing: list[tuple[int, int]] = []  # call id, and blocks that must be stored before its answer
         self._compiler = GrammarCompiler(engine)
         self._stats_sent = 0.0
         self._was_busy = False
@@ -140,7 +143,8 @@ class Worker:
                 return EXIT_BROKEN
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._writer.num_unsent else 0)
             selector.modify(self._sock, events)
-            ready = selector.select(0 if self.engine.has_unfinished() else idle)
+            seconds = _STORE_SECONDS if self._storing else idle
+            ready = selector.select(0 if self.engine.has_unfinished() else seconds)
             if idle is not None and not self.engine.has_unfinished():
                 self.engine.notice_failure()
             try:
@@ -165,6 +169,7 @@ class Worker:
                     logger.exception("a step failed (%d in a row)", failures)
                     if failures == _MAX_FAILURES:
                         return EXIT_BROKEN
+            self._answer_stored()
             self._send_news([self._delta(piece) for piece in pieces])
             if self.engine.device_lost is not None and not self.engine.has_unfinished():
                 logger.error("%s; the engine exits", self.engine.device_lost)
@@ -209,8 +214,20 @@ class Worker:
             for known in message.request_ids:
                 if self._compiler.forget(known):
                     self._refuse(known, "invalid", "cancelled before its grammar was compiled")
+        elif message.what == "stored":
+            self._storing.append((message.call_id, self.engine.num_stored()))
         else:
             self._answers.append(self._answer(message))
+
+    def _answer_stored(self) -> None:
+        """Answer those that wait until what was computed before they asked is stored."""
+        try:
+            while self._storing and self.engine.is_stored(self._storing[0][1]):
+                self._answers.append(Answer(self._storing.pop(0)[0]))
+        except Exception:
+            logger.exception("storing blocks failed")
+            self._answers += [Answer(call_id, error="storing blocks failed") for call_id, _ in self._storing]
+            self._storing.clear()
 
     def _take_grammars(self) -> None:
         """Queue the submissions whose grammars are compiled."""

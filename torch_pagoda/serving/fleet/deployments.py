@@ -1,4 +1,4 @@
-"""The two deployments of a fleet on Ray Serve: engines, and the front that speaks HTTP."""
+"""The deployments of a fleet on Ray Serve: engines, others that only compute prompts, the front that speaks HTTP."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -34,6 +36,8 @@ logger = logging.getLogger(__name__)
 _HEALTH_SECONDS = 2.0
 _WAIT_SECONDS = 0.5
 """Seconds between two looks at whether a deployment that drains has ended its work."""
+_ENGINES, _PREFILL = "Engines", "Prefill"
+"""Names of the deployments."""
 _MOST_CALLS = 2**20
 """Calls of a replica at a time: the front's limits hold, not Serve's."""
 
@@ -98,12 +102,15 @@ class Engines:
 class Front:
     """The application of ``pagoda serve`` over the replicas."""
 
-    async def __init__(self, plan: FleetPlan, engines: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, plan: FleetPlan, engines: DeploymentHandle, prefill: DeploymentHandle | None
+    ) -> None:
         set_up_logs(plan.log_format)
         tokenizer = load_tokenizer(
             plan.tokenizer or plan.model, plan.options["trust_remote_code"], required=plan.tokenizer is not None
         )
-        self._client = FleetClient(lambda name: _RemoteReplica(engines, name))
+        self._prefill = None if prefill is None else FleetClient(partial(_RemoteReplica, prefill))
+        self._client = FleetClient(partial(_RemoteReplica, engines), self._prefill)
         self._app = make_app(
             plan.settings,
             self._client,
@@ -113,19 +120,22 @@ class Front:
         )
         front = self._app.state.front
         front.grammars.prepare()
-        loop = asyncio.get_running_loop()
-        follow(lambda names: loop.call_soon_threadsafe(self._client.set_replicas, names))
         self._tasks = [
             asyncio.create_task(front.metrics.sample_event_loop_lag()),
             asyncio.create_task(log_throughput(self._client)),
-            asyncio.create_task(_greet(engines)),
         ]
+        for name, handle, client in ((_ENGINES, engines, self._client), (_PREFILL, prefill, self._prefill)):
+            if handle is not None and client is not None:
+                _follow(name, client)
+                self._tasks.append(asyncio.create_task(_greet(handle)))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return self._app
 
-    async def wait_for(self, count: int) -> Hello:
-        """See ``FleetClient``."""
+    async def wait_for(self, count: int, prefill: int) -> Hello:
+        """See ``FleetClient``; ``prefill`` replicas compute prompts."""
+        if self._prefill is not None:
+            await self._prefill.wait_for(prefill)
         return await self._client.wait_for(count)
 
     async def __del__(self) -> None:
@@ -158,23 +168,6 @@ class _RemoteReplica:
 def application(plan: FleetPlan) -> serve.Application:
     """The application of a fleet for ``serve.run``."""
     seconds = plan.settings.shutdown_timeout
-    options: dict[str, Any] = {"num_cpus": plan.cpus}
-    if plan.npus:
-        options["resources"] = {"NPU": plan.npus}
-    number: dict[str, Any] = {"num_replicas": plan.replicas}
-    if plan.autoscaling is not None:
-        number = {"autoscaling_config": {"initial_replicas": plan.replicas, **plan.autoscaling}}
-    engines: Any = serve.deployment(
-        Engines,
-        **number,
-        ray_actor_options=options,
-        max_ongoing_requests=_MOST_CALLS,
-        logging_config={"enable_access_log": False},  # the front has its own
-        health_check_period_s=_HEALTH_SECONDS,
-        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
-        graceful_shutdown_timeout_s=seconds,
-        request_router_config={"request_router_class": BlockHashRouter},
-    )
     front: Any = serve.deployment(
         serve.ingress()(Front),
         ray_actor_options={"num_cpus": 0},
@@ -184,7 +177,37 @@ def application(plan: FleetPlan) -> serve.Application:
         graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
         graceful_shutdown_timeout_s=seconds,
     )
-    return front.bind(plan, engines.bind(plan))
+    prefill = None if plan.prefill is None else _engines(plan.prefill, _PREFILL)
+    return front.bind(replace(plan, prefill=None), _engines(plan, _ENGINES), prefill)
+
+
+def _engines(plan: FleetPlan, name: str) -> Any:
+    """A deployment of engines, bound."""
+    options: dict[str, Any] = {"num_cpus": plan.cpus}
+    if plan.npus:
+        options["resources"] = {"NPU": plan.npus}
+    number: dict[str, Any] = {"num_replicas": plan.replicas}
+    if plan.autoscaling is not None:
+        number = {"autoscaling_config": {"initial_replicas": plan.replicas, **plan.autoscaling}}
+    engines: Any = serve.deployment(
+        Engines,
+        name=name,
+        **number,
+        ray_actor_options=options,
+        max_ongoing_requests=_MOST_CALLS,
+        logging_config={"enable_access_log": False},  # the front has its own
+        health_check_period_s=_HEALTH_SECONDS,
+        graceful_shutdown_wait_loop_s=_WAIT_SECONDS,
+        graceful_shutdown_timeout_s=plan.settings.shutdown_timeout,
+        request_router_config={"request_router_class": BlockHashRouter},
+    )
+    return engines.bind(plan)
+
+
+def _follow(deployment: str, client: FleetClient) -> None:
+    """Keep a client's replicas to those that a deployment has."""
+    loop = asyncio.get_running_loop()
+    follow(deployment, lambda names: loop.call_soon_threadsafe(client.set_replicas, names))
 
 
 async def _greet(engines: DeploymentHandle) -> None:

@@ -23,10 +23,14 @@ class FleetClient(PoolClient):
 
     Args:
         connect: a replica's other side, by its name.
+        prefill: the replicas that compute prompts for these; see ``PoolClient``.
     """
 
-    def __init__(self, connect: Callable[[str], Replica]) -> None:
-        super().__init__([])
+    def __init__(self, connect: Callable[[str], Replica], prefill: FleetClient | None = None) -> None:
+        super().__init__([], prefill)
+        self._pools = [self] if prefill is None else [self, prefill]
+        if prefill is not None:
+            prefill._pools = self._pools
         self._connect = connect
         self._members: list[ReplicaClient] = []
         self.refusals: dict[str, str] = {}
@@ -72,7 +76,7 @@ class FleetClient(PoolClient):
 
     def _refusal(self, client: ReplicaClient, hello: Hello) -> str | None:
         """The reason why a replica cannot serve beside the others; None: it can."""
-        for other in self._members:
+        for other in (member for pool in self._pools for member in pool._members):
             if other is client or other.state != "ready":
                 continue
             for what, facts in (("weights", _weights), ("block size", _block_size), ("vocabulary", _vocabulary)):

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-_listeners: list[Callable[[Collection[str]], object]] = []
+_listeners: dict[str, Callable[[Collection[str]], object]] = {}
 
 
-def follow(listener: Callable[[Collection[str]], object]) -> None:
-    """Have ``listener`` called with the names of all replicas when they change, in a thread of Serve's."""
-    _listeners.append(listener)
+def follow(deployment: str, listener: Callable[[Collection[str]], object]) -> None:
+    """Have ``listener`` called with the names of all replicas of a deployment when they change, in a thread of
+    Serve's."""
+    _listeners[deployment] = listener
 
 
-def tell(names: Collection[str]) -> None:
-    """Call the listeners of this process."""
-    for listener in _listeners:
-        listener(names)
+def tell(deployment: str, names: Collection[str]) -> None:
+    """Call the listener of this process."""
+    if deployment in _listeners:
+        _listeners[deployment](names)

@@ -27,6 +27,7 @@ class FleetPlan:
         npus: NPUs that Ray reserves for a replica.
         log_format: of all processes.
         log_requests: what the front logs of each request.
+        prefill: the same of the replicas that compute prompts for the others; None: there are none.
     """
 
     model: str
@@ -40,6 +41,7 @@ class FleetPlan:
     npus: int = 0
     log_format: LogFormat = "text"
     log_requests: LogRequests = "ids"
+    prefill: FleetPlan | None = None
 
     def __post_init__(self) -> None:
         whole_number("replicas", self.replicas, 1, "use 1 or more")

@@ -20,7 +20,7 @@ class BlockHashRouter(RequestRouter):
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Note which replicas take calls."""
         super().update_replicas(replicas)
-        tell({replica.replica_id.unique_id for replica in replicas})
+        tell(self._deployment_id.name, {replica.replica_id.unique_id for replica in replicas})
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

@@ -48,16 +48,16 @@ _DRAFT_COUNTERS = {
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily)
 
 
-def engine_families(stats_of_engines: Sequence[Stats], model_name: str) -> list[Metric]:
+def engine_families(stats_of_engines: Mapping[str, Stats], model_name: str) -> list[Metric]:
     """Families with vLLM's names, with a sample for each engine.
 
     Args:
-        stats_of_engines: ``EngineClient.stats`` of each; zeros are assumed before it is ready.
+        stats_of_engines: ``EngineClient.stats`` of each by its name; zeros are assumed before it is ready.
         model_name: a label.
     """
     families: dict[str, Metric] = {}
-    for number, stats in enumerate(stats_of_engines):
-        for family in _engine_families(stats, {"model_name": model_name, "engine": str(number)}):
+    for name, stats in stats_of_engines.items():
+        for family in _engine_families(stats, {"model_name": model_name, "engine": name}):
             families.setdefault(family.name, family)
             if families[family.name] is not family:
                 families[family.name].samples += family.samples
