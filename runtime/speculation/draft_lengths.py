@@ -206,7 +206,14 @@ class DraftLengths:
         for own in self._drafters.values():
             own.rest = max(own.rest - 1, 0)
 
-    def choose(self, rows: int, others: int, candidates: Sequence[Candidate], budget: int) -> int:
+    def choose(
+        self,
+        rows: int,
+        others: int,
+        candidates: Sequence[Candidate],
+        budget: int,
+        num_fillers: Callable[[int, int, int], int] = lambda rows, count, length: 0,
+    ) -> int:
         """Return the length for a step.
 
         Args:
@@ -214,6 +221,8 @@ class DraftLengths:
             others: sequences of the step that get a token and have no drafts.
             candidates: those that have drafts.
             budget: most rows to add.
+            num_fillers: how many of ``others`` get as many rows as the length, in a step of so many rows with the
+                drafts of so many candidates.
         """
         best, best_speed, current_speed = 0, 0.0, 0.0
         for length in self.lengths:
@@ -221,6 +230,9 @@ class DraftLengths:
             if added > budget:
                 break
             tokens = others + len(candidates) + sum([self._expected(c, length) for c in candidates])
+            if length:
+                drafted = sum([c.num_drafts(length) > 0 for c in candidates])
+                added += length * num_fillers(rows + added, drafted, length)
             speed = tokens / self.seconds.of(rows + added)
             if length == self.current:
                 current_speed = speed

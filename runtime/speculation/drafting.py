@@ -136,7 +136,8 @@ class Drafting:
                 self.lengths.decline(awake)
             return
         rows = sum([item.num_tokens for item in items])
-        length = self.lengths.choose(rows, len(others), candidates, plan.budget)
+        num_fillers = partial(self._num_fillers, others)
+        length = self.lengths.choose(rows, len(others), candidates, plan.budget, num_fillers)
         if not length:
             return
         count = 0
@@ -145,20 +146,33 @@ class Drafting:
             if drafts and self._add(plan, candidate.request, candidate.rows(length), drafts):
                 self._latest[candidate.request] = candidate.proposal.drafter
                 count += 1
-        if count and not self.batcher.block_manager.has_state:
+        if count:
             self._fill_up(plan, others, count, length)
 
+    def _num_fillers(self, others: Sequence[ScheduledRequest], rows: int, count: int, length: int) -> int:
+        """How many requests without drafts get ``length`` rows more, so that the numbers of rows are few.
+
+        Args:
+            others: requests without drafts.
+            rows: of the step with the drafts of ``count`` requests, ``length`` each at most.
+        """
+        if self.batcher.block_manager.has_state or not count:
+            return 0
+        able = sum([item.num_tokens == 1 for item in others])
+        if self.is_planned:
+            return able
+        wanted = (1 << (count - 1).bit_length()) - count
+        return max(min(able, wanted, (MOST_RECORDED_ROWS - rows) // length), 0)
+
     def _fill_up(self, plan: Plan, others: Sequence[ScheduledRequest], count: int, length: int) -> None:
-        """Give requests without drafts as many rows, so that the numbers of rows are few."""
+        """Give requests without drafts as many rows."""
         rows = sum([item.num_tokens for item in plan.planned.values()])
-        wanted = count + len(others) if self.is_planned else 1 << (count - 1).bit_length()
-        most = plan.budget + rows if self.is_planned else MOST_RECORDED_ROWS
+        left = self._num_fillers(others, rows, count, length)
         for item in others:
-            if count == wanted or length > plan.budget or rows + length > most:
+            if not left or length > plan.budget:
                 return
-            if self._room(item) >= item.num_tokens + length and item.num_tokens == 1:
-                filled = self._add(plan, item.request, 1 + length, ())
-                count, rows = count + filled, rows + length * filled
+            if item.num_tokens == 1 and self._room(item) >= 1 + length:
+                left -= self._add(plan, item.request, 1 + length, ())
 
     def _add(self, plan: Plan, request: Request, rows: int, drafts: tuple[int, ...]) -> bool:
         """Give a share more rows; returns whether there are free blocks for them."""

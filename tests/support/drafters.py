@@ -84,7 +84,7 @@ def draft(
     assert drafting is not None
     if length is not None:
 
-        def choose(rows: int, others: int, candidates: Sequence[Candidate], budget: int) -> int:
+        def choose(rows: int, others: int, candidates: Sequence[Candidate], budget: int, num_fillers: object) -> int:
             wanted = length() if callable(length) else length
             fits = [k for k in (7, 3, 1, 0) if k <= wanted and sum(c.rows(k) - c.known for c in candidates) <= budget]
             return fits[0]

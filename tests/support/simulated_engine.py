@@ -163,7 +163,7 @@ class SimulatedEngine:
             is_beam=self.pausing.__contains__,
         )
         self.drafting.lengths.choose = (  # type: ignore[method-assign]
-            lambda rows, others, candidates, budget: (
+            lambda rows, others, candidates, budget, num_fillers: (
                 length if sum(c.rows(length) - c.known for c in candidates) <= budget else 0
             )
         )

@@ -109,6 +109,15 @@ def test_the_budget_of_a_step_bounds_the_length() -> None:
     assert lengths.choose(4, 0, [candidate(r) for r in requests], 3) == 0
 
 
+def test_rows_that_fill_a_step_up_are_paid_for() -> None:
+    lengths = DraftLengths((0, 1), {"d": 0.9})
+    for rows, each in {5: 1.0, 8: 1.1, 9: 2.0}.items():
+        lengths.seconds.measure(rows, each, is_settled=True)
+    found = [candidate(make_request(str(i))) for i in range(3)]
+    assert lengths.choose(5, 2, found, 100) == 1
+    assert lengths.choose(5, 2, found, 100, lambda *step: int(step == (8, 3, 1))) == 0
+
+
 @pytest.mark.parametrize(("fills", "rows"), [(True, 8), (False, 4)])
 def test_short_drafts_are_filled_up(fills: bool, rows: int) -> None:
     assert candidate(make_request(), 3, fills=fills).rows(7) == rows

@@ -72,11 +72,22 @@ def test_rows_of_a_step_are_few_numbers() -> None:
     oracle.propose = (  # type: ignore[method-assign]
         lambda request, most: propose(request, most) if next(turns) % 3 else []
     )
-    draft(engine, oracle, 3)
+    lengths = draft(engine, oracle, 3).lengths
+    choose, judged = lengths.choose, []
+
+    def choosing(rows, others, candidates, budget, num_fillers):
+        length = choose(rows, others, candidates, budget, num_fillers)
+        added = sum(c.rows(length) - c.known for c in candidates)
+        drafted = sum(c.num_drafts(length) > 0 for c in candidates)
+        judged.append(rows + added + length * num_fillers(rows + added, drafted, length))
+        return length
+
+    lengths.choose = choosing  # type: ignore[method-assign]
     outputs = engine.generate(prompts, greedy(40))
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.outputs[0].token_ids == program.dense_greedy(prompt, 40)
     sizes = [tokens for tokens, sequences, _ in engine.runner.program.steps if sequences == 8]  # type: ignore[attr-defined]
+    assert judged[:8] == sizes[1:9]  # a length is chosen by the rows that a step will have
     assert set(sizes[1:9]) <= {8, 8 + 3, 8 + 6, 8 + 12, 8 + 24}  # until the first are near their ends
 
 
