@@ -9,6 +9,8 @@ Parts:
 - ``methods``: held-out text continued greedily with each method, ``wrong`` being a drafter that is always wrong.
   Measured speed beside that which accepted drafts and measured costs of steps predict, and the share of drafts that
   were accepted, by position. ``mtp`` and ``draft_model`` take MODEL-mtp and MODEL-draft if these folders are there.
+  Two workloads (``--workloads``): ``batch``, requests of one length that come at once, and whose speed is that of
+  the slowest; ``clients``, each of which sends its next request when the last is answered, of unequal lengths.
 - ``recorded``: recorded answers as drafts of one stream, 0.7 of them right: measured beside predicted.
 - ``repeated``: requests that come again, with the suffix tree: steps.
 - ``forced``: a schema of ten fields: steps and seconds with and without ``draft_forced_tokens``.
@@ -19,6 +21,7 @@ Only ratios of one run count; a machine with other load needs more ``--rounds``.
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -28,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 
+import numpy as np
 from drafters import Oracle, draft
 
 import torch_pagoda as pagoda
@@ -35,7 +39,9 @@ from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.speculation.config import LENGTHS
 from torch_pagoda.runtime.speculation.drafting import ACCEPTED_BY_PLACE
 
-TEXT = Path(__file__).resolve().parent.parent / "README.md"
+HOME = Path(__file__).resolve().parent.parent
+TEXTS = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
+REQUESTS_OF_A_CLIENT = 3
 FIELDS = [
     *("first_name", "family_name", "date_of_birth", "place_of_birth", "nationality"),
     *("street_address", "postal_code", "city_of_residence", "telephone_number", "mail_address"),
@@ -92,15 +98,42 @@ class Side:
         self.seconds.append(self.clock() - started)
         return outputs
 
+    def serve(self, prompts: Sequence[Any], lengths: Sequence[int], clients: int) -> tuple[list[list[int]], float]:
+        """Answer the requests of clients, each of which sends the next one when its last is answered.
+
+        Returns:
+            The tokens of each request, and tokens per second up to when none is left to be sent: behind that, fewer
+            and fewer run.
+        """
+        left = list(range(len(prompts)))[::-1]
+        found: dict[str, list[int]] = {}
+
+        def send(count: int) -> None:
+            for number in [left.pop() for _ in range(min(count, len(left)))]:
+                params = pagoda.SamplingParams(temperature=0, max_tokens=lengths[number], ignore_eos=True)
+                self.llm.submit_many([prompts[number]], params, [str(number)], final_only=True)
+
+        before, started, speed = self.llm.stats()["generated_tokens"], self.clock(), 0.0
+        send(clients)
+        while self.llm.has_unfinished():
+            ended = self.llm.step()
+            found |= {output.request_id: list(output.outputs[0].token_ids) for output in ended}
+            if ended and left:
+                send(len(ended))
+                if not left:
+                    taken = self.clock() - started
+                    speed = (self.llm.stats()["generated_tokens"] - before) / taken
+        return [found[str(number)] for number in range(len(prompts))], speed
+
     def mark(self) -> None:
         """Begin to count."""
         self.seconds = []
-        self.predicted.steps, self.predicted.drafts = [], []
-        self.before = {**self.llm.stats(), **replays(self.llm)}
+        self.predicted.forget()
+        self.before = self.llm.stats()
 
     def since(self, name: str) -> float:
         """Growth of a figure since the mark."""
-        return {**self.llm.stats(), **replays(self.llm)}.get(name, 0) - self.before.get(name, 0)
+        return self.llm.stats().get(name, 0) - self.before.get(name, 0)
 
     @property
     def drafting(self) -> Any:
@@ -120,15 +153,16 @@ class Predicted:
     Attributes:
         steps: (rows, requests, tokens given, seconds) of each, and whether it could have had drafts.
         drafts: (drafter, requests, most drafts) of each time that drafts were computed.
+        seconds: that drafting took.
     """
 
     def __init__(self, drafting: Any) -> None:
-        self.drafting = drafting
+        self.drafting, self.seconds = drafting, 0.0
         self.steps: list[tuple[int, int, int, float, bool]] = []
         self.drafts: list[tuple[Any, int, int]] = []
         if drafting is None:
             return
-        learn, compute = drafting.learn, drafting.drafters.propose_all
+        learn, extend, compute = drafting.learn, drafting.extend, drafting.drafters.propose_all
 
         def learning(scheduled: Sequence[Any], given: Sequence[int], seconds: float) -> None:
             rows = sum([item.num_tokens for item in scheduled])
@@ -140,26 +174,45 @@ class Predicted:
             self.drafts.append((drafter, len(requests), most))
             return bool(compute(drafter, requests, most))
 
-        drafting.learn, drafting.drafters.propose_all = learning, computing
+        def extending(plan: Any) -> None:
+            started = time.perf_counter()
+            extend(plan)
+            self.seconds += time.perf_counter() - started
 
-    def ratio(self) -> float:
-        """Speed relative to that of the same tokens one by one."""
+        drafting.learn, drafting.extend, drafting.drafters.propose_all = learning, extending, computing
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.steps, self.drafts, self.seconds = [], [], 0.0
+
+    def ratio(self, batch: int = 0) -> float:
+        """Speed relative to that of the same tokens one by one.
+
+        Args:
+            batch: requests of a batch of one length, which ends when all of them do; 0: others follow them.
+        """
         if self.drafting is None:
             return 1.0
         of = self.drafting.lengths.seconds.of
-        plain = sum([of(count) * given / count if decode else took for _, count, given, took, decode in self.steps])
-        own = sum([of(rows) if decode else took for rows, _, _, took, decode in self.steps])
-        own += sum([drafter.seconds_of(count, most) for drafter, count, most in self.drafts])
-        return plain / own
+        decodes = [step for step in self.steps if step[-1]]
+        prompts = sum([took for *_, took, decode in self.steps if not decode])
+        if batch:
+            plain = sum([given for _, _, given, _, _ in decodes]) / batch * of(batch)
+        else:
+            plain = sum([of(count) * given / count for _, count, given, _, _ in decodes])
+        own = sum([of(rows) for rows, *_ in decodes])
+        slowness = self.drafting.lengths.slowness
+        own += sum([slowness(d.name) * d.seconds_of(count, most) for d, count, most in self.drafts])
+        return (prompts + plain) / (prompts + own)
 
 
-def replays(llm: pagoda.LLM) -> dict[str, float]:
-    """Steps that were replayed from records, and all that could be."""
-    steps = recorded_steps(llm)
-    return {} if steps is None else {"replayed": steps.replayed, "asked": steps.asked}
+def replays() -> tuple[int, int]:
+    """Steps of this process that were replayed from records, and all that could be."""
+    steps = recorded_steps()
+    return steps.replayed, steps.asked
 
 
-def recorded_steps(llm: pagoda.LLM) -> Any:
+def recorded_steps() -> Any:
     """The counter around the program's records, put there on first use."""
     from torch_pagoda.compiler.targets.cpu import recorded_step
 
@@ -189,49 +242,67 @@ class Counted:
 
 
 def held_out(llm: pagoda.LLM, count: int, length: int) -> list[list[int]]:
-    """Prompts cut out of a text that no model of ours was trained on."""
+    """Prompts cut out of texts that no model of ours was trained on, as many of them as there are."""
     assert llm.tokenizer is not None
-    ids = llm.tokenizer(TEXT.read_text("utf-8"), add_special_tokens=False).input_ids
-    return [ids[i * length : (i + 1) * length] for i in range(count) if len(ids) >= (i + 1) * length] or [
-        ids[:length]
-    ]
+    text = "\n".join([path.read_text("utf-8") for path in TEXTS])
+    ids = llm.tokenizer(text, add_special_tokens=False).input_ids
+    count = max(min(count, len(ids) // length), 1)
+    return [ids[i * length : (i + 1) * length] for i in range(count)]
 
 
 def measure_methods(given: argparse.Namespace) -> None:
     """Continue held-out text."""
     sides = [Side(name, given) for name in given.methods]
+    for workload in given.workloads:
+        for streams in given.streams:
+            measure_sides(sides, workload, streams, given)
+
+
+def measure_sides(sides: Sequence[Side], workload: str, streams: int, given: argparse.Namespace) -> None:
+    """Let sides take turns, each of them as often first as any other."""
+    count = streams if workload == "batch" else streams * REQUESTS_OF_A_CLIENT
+    texts = held_out(sides[0].llm, count * (given.rounds + 1), given.prompt)
     params = pagoda.SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
-    for streams in given.streams:
-        rounds = held_out(sides[0].llm, streams * (given.rounds + 1), given.prompt)
-        tokens: dict[str, list[Any]] = {side.name: [] for side in sides}
-        ratios: dict[str, list[float]] = {side.name: [] for side in sides}
-        counted = {side.name: [0.0, 0.0] for side in sides}
-        for number in range(given.rounds + 1):
-            prompts = [rounds[(number * streams + i) % len(rounds)] for i in range(streams)]
-            order = sides if number % 2 else sides[::-1]
-            for side in order:
-                if number == 1:
-                    side.mark()
-                before = side.since("replayed"), side.since("asked")
+    draws = random.Random(streams)
+    tokens: dict[str, list[Any]] = {side.name: [] for side in sides}
+    ratios: dict[str, list[float]] = {side.name: [] for side in sides}
+    counted = {side.name: np.zeros(2) for side in sides}
+    for number in range(given.rounds + 1):
+        prompts = [texts[(number * count + i) % len(texts)] for i in range(count)]
+        lengths = [draws.randint(given.max_tokens // 4, given.max_tokens * 7 // 4) for _ in prompts]
+        first = number % len(sides)
+        speeds = {}
+        for side in (*sides[first:], *sides[:first]):
+            if number == 1:
+                side.mark()
+            before = replays()
+            if workload == "batch":
                 outputs = side.run(prompts, params)
-                counted[side.name][0] += side.since("replayed") - before[0]
-                counted[side.name][1] += side.since("asked") - before[1]
                 tokens[side.name].append([list(o.outputs[0].token_ids) for o in outputs])
+                speeds[side.name] = 1 / side.seconds[-1]
+            else:
+                answers, speeds[side.name] = side.serve(prompts, lengths, streams)
+                tokens[side.name].append(answers)
             if number:
-                none = sides[0].seconds[-1]
-                for side in sides:
-                    ratios[side.name].append(none / side.seconds[-1])
-        for side in sides:
-            drafts = side.since("spec_decode_num_draft_tokens")
-            accepted = side.since("spec_decode_num_accepted_tokens")
-            share = counted[side.name][0] / max(counted[side.name][1], 1)
-            print(
-                f"streams {streams:2}  {side.name:11} {statistics.median(ratios[side.name]):6.3f} x none  "
-                f"predicted {side.predicted.ratio():6.3f}  steps {side.since('steps'):5.0f}  "
-                f"drafted {drafts:5.0f}  accepted {accepted:5.0f}, by position {side.accepted()}  "
-                f"replayed {share:5.1%}  tokens equal: {tokens[side.name] == tokens[sides[0].name]}",
-                flush=True,
-            )
+                counted[side.name] += np.subtract(replays(), before)
+        if number:
+            for side in sides:
+                ratios[side.name].append(speeds[side.name] / speeds[sides[0].name])
+    for side in sides:
+        drafts = side.since("spec_decode_num_draft_tokens")
+        accepted = side.since("spec_decode_num_accepted_tokens")
+        replayed, asked = counted[side.name]
+        drafting = side.predicted.seconds / side.since("total_seconds")
+        predicted = side.predicted.ratio(streams if workload == "batch" else 0)
+        print(
+            f"{workload:7} {streams:2}  {side.name:11} {statistics.median(ratios[side.name]):6.3f} x none "
+            f"({min(ratios[side.name]):.3f}-{max(ratios[side.name]):.3f})  "
+            f"predicted {predicted:6.3f}  steps {side.since('steps'):5.0f}  "
+            f"drafted {drafts:5.0f}  accepted {accepted:5.0f}, by position {side.accepted()}  "
+            f"replayed {replayed / max(asked, 1):5.1%}  drafting {drafting:5.1%}  "
+            f"tokens equal: {tokens[side.name] == tokens[sides[0].name]}",
+            flush=True,
+        )
 
 
 def measure_recorded(given: argparse.Namespace) -> None:
@@ -247,7 +318,13 @@ def measure_recorded(given: argparse.Namespace) -> None:
     lengths: list[int] = []
     num_equal = 0
     choose = drafting.lengths.choose
-    drafting.lengths.choose = lambda *a: lengths.append(choose(*a)) or lengths[-1]  # type: ignore[func-returns-value, method-assign]
+
+    def choosing(*step: Any) -> Any:
+        chosen = choose(*step)
+        lengths.append(chosen[0])
+        return chosen
+
+    drafting.lengths.choose = choosing
     for number in range(given.rounds + 1):
         for prompt in prompts:
             sides = (plain, drafted) if number % 2 else (drafted, plain)
@@ -320,6 +397,7 @@ def main() -> None:
     parser.add_argument("--methods", default="none,wrong,ngram,suffix", type=lambda text: text.split(","))
     parser.add_argument("--draft-model", help="checkpoint of the method draft_model (default: MODEL-draft)")
     parser.add_argument("--head", help="checkpoint of mtp (default: MODEL-mtp, or the model's own)")
+    parser.add_argument("--workloads", default="batch,clients", type=lambda text: text.split(","))
     parser.add_argument("--streams", default="1,8,32", type=lambda text: list(map(int, text.split(","))))
     parser.add_argument("--dtype", default="float32", help="in bfloat16, give --batch-invariant for equal tokens")
     parser.add_argument("--batch-invariant", action="store_true")

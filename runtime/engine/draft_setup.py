@@ -16,12 +16,12 @@ from ..cache.kv_cache import default_num_blocks
 from ..program import Program
 from ..requests.request import Request
 from ..speculation.config import LENGTHS, planned_drafts, read_speculative_config
-from ..speculation.draft_lengths import StepSeconds
 from ..speculation.draft_model import DraftModel
 from ..speculation.drafter import Drafter
 from ..speculation.drafting import Drafting
 from ..speculation.forced_tokens import ForcedTokens
 from ..speculation.mtp import MtpDrafter, MtpProgram
+from ..speculation.step_seconds import StepSeconds
 from ..speculation.suffix_tree import SuffixDrafter
 from ..step_metadata import StepMetadata
 from .beam_submission import BeamSubmission
@@ -32,7 +32,7 @@ from .state import EngineState
 
 logger = logging.getLogger(__name__)
 
-_MEASURED: Final = (1, 2, 4, 8, 16, 32, 64)
+_MEASURED: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 _RUNS: Final = 4  # of each size; the first two record it
 _MOST_SECONDS: Final = 2.0
 

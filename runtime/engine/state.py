@@ -71,7 +71,8 @@ class EngineState:
         """Record the seconds of a step without drafts."""
         self.cost.measure_step(scheduled, seconds)
         if self.drafting is not None:
-            self.drafting.lengths.seconds.measure(sum([item.num_tokens for item in scheduled]), seconds)
+            rows = sum([item.num_tokens for item in scheduled])
+            self.drafting.lengths.measure(len(scheduled), rows, seconds)
 
     def end(self, completion: Completion, reason: FinishReason, error: str | None = None) -> None:
         """End a completion; nothing happens if it has ended."""

@@ -13,8 +13,8 @@ from ..cache.cache_specs import has_state
 from ..cache.kv_cache import allocate_kv_cache
 from ..program import Program
 from ..requests.request import Request
-from .draft_lengths import StepSeconds
 from .greedy_chains import GreedyChains, Share
+from .step_seconds import StepSeconds
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class DraftModel:
     def propose_all(self, requests: Sequence[Request], most: int) -> None:
         """Compute up to ``most`` drafts for each of the requests, all in one batch."""
         self._drafts = {}
-        shares = self._shares(requests, most)
+        shares = self._chains.level(self._shares(requests, most), self._max_num_batched_tokens)
         if not shares:
             return
         with torch.inference_mode(), without_autocast(self.program.device.type):

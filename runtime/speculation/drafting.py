@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 from ..batching import Batcher, ScheduledRequest
 from ..batching.schedule import Plan
 from ..requests.request import Request
 from .config import LENGTHS
-from .draft_lengths import Candidate, DraftLengths
+from .draft_lengths import MOST_RECORDED_ROWS, Asking, Candidate, DraftLengths
 from .drafter import BatchDrafter, Drafter, Drafters
 from .forced_tokens import ForcedTokens
+from .token_worth import is_draining, token_worths
 
 BEAMS: Final = "beam_search"
 STATIC: Final = "static_batches"
@@ -45,8 +47,8 @@ LIMITS: Final = (BEAMS, STATIC, PROMPT_LOGPROBS, SNAPSHOT, RESTART, BLOCKS, ONE_
 ACCEPTED_BY_PLACE: Final = tuple(f"spec_decode_num_accepted_tokens_pos_{place}" for place in range(LENGTHS[-1]))
 """Names of the figures of accepted drafts by place in ``Engine.stats``."""
 
-MOST_RECORDED_ROWS: Final = 64
-"""Steps with more rows are not recorded, so that they need not have few sizes."""
+
+_SMOOTHING: Final = 0.1  # weight of the newest pace
 
 
 @dataclass(slots=True)
@@ -102,15 +104,19 @@ class Drafting:
         self.batcher = batcher
         self.is_planned, self.one_query = is_planned, one_query
         lengths = (0, most) if is_planned else [length for length in LENGTHS if length <= most]
-        self.lengths = DraftLengths(lengths, {drafter.name: drafter.expected for drafter in drafters})
+        expected = {drafter.name: drafter.expected for drafter in drafters}
+        self.lengths = DraftLengths(lengths, expected, all_or_none=is_planned)
         self.restart_length = restart_length
         self.is_beam = is_beam
         self.runs_ahead = False
         self.figures = DraftFigures(0, 0, [0] * self.lengths.lengths[-1], Counter())
         self._lookups = frozenset(drafter.name for drafter in drafters) - {ForcedTokens.name}
         self._batch_drafters = [drafter for drafter in drafters if isinstance(drafter, BatchDrafter)]
-        self._drafting_seconds = 0.0  # of batch drafters, not judged yet
+        self._seconds = 0.0  # of drafting, not judged yet
+        self._asked: set[str] = set()  # drafters, since the last step was judged
         self._latest: dict[Request, str] = {}  # drafter of its last drafts
+        self._worths: dict[Request, float] = {}  # of their tokens, where a batch drains
+        self._paces: WeakKeyDictionary[Request, float] = WeakKeyDictionary()
 
     def is_due(self) -> bool:
         """Return True if the next step may have drafts, so that it is planned when this one is settled."""
@@ -130,18 +136,21 @@ class Drafting:
         awake = self._lookups - self.lengths.resting()
         if not awake and not any([item.request.grammar is not None for item in items]):
             return
+        started = time.perf_counter()
         candidates, others = self._candidates(plan, items)
+        self._asked |= awake
+        self._seconds += time.perf_counter() - started
         if not candidates:
             if self.runs_ahead:
                 self.lengths.decline(awake)
             return
         rows = sum([item.num_tokens for item in items])
         num_fillers = partial(self._num_fillers, others)
-        length = self.lengths.choose(rows, len(others), candidates, plan.budget, num_fillers)
+        length, picked = self.lengths.choose(rows, len(others), candidates, plan.budget, num_fillers)
         if not length:
             return
         count = 0
-        for candidate in candidates:
+        for candidate in picked:
             drafts = candidate.proposal.ids[: max(candidate.num_drafts(length), 0)]
             if drafts and self._add(plan, candidate.request, candidate.rows(length), drafts):
                 self._latest[candidate.request] = candidate.proposal.drafter
@@ -199,9 +208,10 @@ class Drafting:
         self, plan: Plan, items: Sequence[ScheduledRequest]
     ) -> tuple[list[Candidate], list[ScheduledRequest]]:
         """Those with drafts, and those that get a token without."""
-        candidates, others = [], []
+        found, others = [], []
         fills = not self.batcher.block_manager.has_state
         rooms = [(item, self._room(item)) for item in items if item.is_last_chunk]
+        self._worths = {}
         resting = self._compute(plan, rooms, sum([item.num_tokens for item in items]))
         for item, room in rooms:
             request = item.request
@@ -212,39 +222,72 @@ class Drafting:
             if proposal is None:
                 others.append(item)
             else:
-                candidates.append(Candidate(request, proposal, item.num_tokens, room, fills))
+                found.append((item, room, proposal))
+        if found and not self._worths:
+            acceptance = self.lengths.acceptance
+            expected = {
+                item.request: acceptance(item.request, proposal.drafter).expected(len(proposal.ids))
+                for item, _, proposal in found
+            }
+            self._weigh([item.request for item, _ in rooms], expected)
+        worths = self._worths
+        candidates = [
+            Candidate(item.request, proposal, item.num_tokens, room, fills, worths.get(item.request, 1.0))
+            for item, room, proposal in found
+        ]
         return candidates, others
+
+    def _weigh(self, requests: Sequence[Request], expected: Mapping[Request, float]) -> None:
+        """Note what tokens of requests are worth, and how many of their drafts are expected to be accepted."""
+        if not is_draining(self.batcher.planner.queues.running, self.batcher.num_waiting):
+            return
+        paces = self._paces
+        for request in requests:
+            pace = 1.0 + expected.get(request, 0.0)
+            paces[request] = paces.get(request, pace) * (1.0 - _SMOOTHING) + _SMOOTHING * pace
+        left = [min(request.longest, self.batcher.max_model_len) - request.num_tokens for request in requests]
+        growing = self.lengths.seconds.growing(len(requests))
+        worths = token_worths(left, [paces[request] for request in requests], growing)
+        self._worths = dict(zip(requests, worths, strict=True))
 
     def _compute(self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], rows: int) -> frozenset[str]:
         """Let drafters compute their drafts for shares with room; returns the drafters that are not to be asked."""
         resting, idle = self.lengths.resting(), set()
-        requests = [item.request for item, room in rooms if room > item.num_tokens]
+        able = [(item.request, room - item.num_tokens) for item, room in rooms if room > item.num_tokens]
         for drafter in self._batch_drafters:
-            name, count = drafter.name, len(requests)
+            name = drafter.name
             if name in resting:
                 continue
-            most = min(drafter.most, plan.budget // max(count, 1))
-            length = 0
-            if count and most:
-                seconds_of = partial(drafter.seconds_of, count)
-                length = self.lengths.to_compute(name, requests, rows, len(rooms) - count, most, seconds_of)
+            length, requests = 0, ()
+            if able and plan.budget:
+                acceptance = self.lengths.acceptance
+                expected = {request: acceptance(request, name).expected(drafter.most) for request, _ in able}
+                self._weigh([item.request for item, _ in rooms], expected)
+                asking = [Asking(request, room, self._worths.get(request, 1.0)) for request, room in able]
+                length, requests = self.lengths.to_compute(
+                    name, asking, rows, len(rooms) - len(able), plan.budget, drafter.most, drafter.seconds_of
+                )
             if not length:
                 idle.add(name)
                 continue
             started = time.perf_counter()
             if drafter.holds_blocks:
-                self._hold(plan, rooms, length)
-            if not self.drafters.propose_all(drafter, requests, length):
+                self._hold(plan, rooms, frozenset(requests), length)
+            if self.drafters.propose_all(drafter, requests, length):
+                said = drafter.seconds_of(len(requests), length)
+                self.lengths.measure_drafting(name, said, time.perf_counter() - started)
+            else:
                 self.lengths.decline([name])
                 idle.add(name)
-            self._drafting_seconds += time.perf_counter() - started
         return resting | idle
 
-    def _hold(self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], length: int) -> None:
-        """Give sequences the blocks of ``length`` drafts, where there are free ones."""
+    def _hold(
+        self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], requests: Set[Request], length: int
+    ) -> None:
+        """Give sequences of ``requests`` the blocks of ``length`` drafts, where there are free ones."""
         for item, room in rooms:
             end = item.start + min(room, item.num_tokens + length)
-            if room > item.num_tokens:
+            if item.request in requests:
                 added = self.batcher.block_manager.draft_in_place(item.request.request_id, end, item.start)
                 if added is not None:
                     plan.replace(self._with_slots(item), added)
@@ -292,25 +335,29 @@ class Drafting:
             given: tokens that the request of each was given.
             seconds: that it took.
         """
-        lengths, rows, drafters = self.lengths, 0, set()
+        lengths, asked, worths = self.lengths, self._asked, self._worths
+        rows, tokens, drafted = 0, 0.0, False
         is_decode, most = True, lengths.lengths[-1] + 1
         for item, count in zip(scheduled, given, strict=True):
             rows += item.num_tokens
             is_decode &= item.is_last_chunk and item.num_tokens <= most
+            tokens += 1 + (count - 1) * worths.get(item.request, 1.0) if count else 0
             drafter = self._latest.get(item.request)
-            if drafter is None or not count:
+            if drafter is None or not count or item.num_tokens == 1:
                 continue
             if item.drafts:
                 self._note(item, count - 1)
                 lengths.note(item.request, drafter, len(item.drafts), count - 1)
-            if item.num_tokens > 1:
-                drafters.add(drafter)
-        if drafters and is_decode:
+            asked.add(drafter)
+            drafted = True
+        if asked and is_decode:
             plain = lengths.seconds.of(len(scheduled))
-            taken = seconds + self._drafting_seconds
-            lengths.judge(sorted(drafters), sum(given), len(scheduled), taken, plain)
-            self._drafting_seconds = 0.0
-        lengths.seconds.measure(rows, seconds)
+            if drafted:
+                lengths.judge(sorted(asked), tokens, len(scheduled), seconds + self._seconds, plain)
+            else:
+                lengths.idle(asked, self._seconds, plain)
+            self._asked, self._seconds = set(), 0.0
+        lengths.measure(len(scheduled), rows, seconds)
 
     def _note(self, item: ScheduledRequest, accepted: int) -> None:
         self.figures.num_drafts += 1

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..blocks import NULL_BLOCK
 from ..requests.request import Request
 from ..step_metadata import StepMetadata
+from .config import LENGTHS
 
 _Ids = npt.NDArray[np.int64]
 
@@ -52,6 +54,24 @@ class GreedyChains:
         self._block_size = block_size
         self._known_ids = known_ids
         self._vocab_size = vocab_size
+
+    def level(self, shares: Sequence[Share], most: int) -> Sequence[Share]:
+        """Let shares of few tokens begin earlier, so that all have one, two, four or eight: sizes of steps are few,
+        and recorded ones repeat. What is computed again stays what it is.
+
+        Args:
+            shares: of a step.
+            most: tokens of a step.
+        """
+        width = max([share.end - share.start for share in shares], default=1)
+        width = 1 << (width - 1).bit_length()
+        starts = [share.end - width for share in shares]
+        if width > 1 + LENGTHS[-1] or width * len(shares) > most or min(starts, default=0) < 0:
+            return shares
+        blocks = [share.table[start // self._block_size] for share, start in zip(shares, starts, strict=True)]
+        if NULL_BLOCK in blocks:  # a window has passed it
+            return shares
+        return [replace(share, start=start) for share, start in zip(shares, starts, strict=True)]
 
     def drafts(self, shares: Sequence[Share], most: int) -> list[list[int]]:
         """Run the step of the shares, and up to ``most`` - 1 further ones of those that are complete, as far as their

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Final
 
 import torch
 
 from ..autocast import without_autocast
-from ..blocks import BlockManager
+from ..blocks import NULL_BLOCK, BlockManager
 from ..cache.cache_specs import AnySpec, token_specs
 from ..program import CacheSpec, KVCache, TappedProgram
 from ..requests.request import Request
 from ..step_metadata import StepMetadata
-from .draft_lengths import StepSeconds
 from .greedy_chains import GreedyChains, Share
+from .step_seconds import StepSeconds
+
+_MOST_HASHES: Final = 1 << 16
 
 
 class MtpProgram:
     """A model and its head as one program: both store what they know of a token in the same blocks.
 
     The head computes with a token the hidden row of the one before it, which a step of the model leaves in a cache of
-    its own: so whatever becomes of a block (a prefix hit, a swap, a fork), the rows come with it. Prompts run through
-    both; tokens that are decoded run through the head when it drafts.
+    its own: so whatever becomes of a block (a prefix hit, a swap, a fork), the rows come with it. All tokens run
+    through the head when it drafts behind them, and not before.
 
     Args:
         model: its program.
@@ -73,13 +78,11 @@ class MtpProgram:
         self._rows = rows.squeeze(2).flatten(0, 1)
 
     def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
-        """See ``Program``. A step that computes tokens without asking for their logits runs the head, too."""
+        """See ``Program``."""
         logits = self.model(input_ids, position_ids, step)
         slots, _ = self._places(step)
         assert self.model.hidden is not None
-        self._rows[slots] = self.model.hidden
-        if len(step.logits_rows) < len(slots):
-            self.run_head(input_ids, position_ids, replace(step, logits_rows=step.logits_rows[:1]))
+        self._rows.index_copy_(0, slots.long(), self.model.hidden)
         return logits
 
     def draft(self, input_ids: torch.Tensor, position_ids: torch.Tensor, step: StepMetadata) -> torch.Tensor:
@@ -119,12 +122,31 @@ class MtpProgram:
         return self.head(input_ids, position_ids, own)
 
 
+@dataclass(frozen=True, slots=True)
+class _Keys:
+    """How many leading tokens of a request have the head's keys.
+
+    Attributes:
+        count: tokens.
+        num_preemptions: of the request, when they were computed.
+        hashes: the request's list of hashes. It has another one when it is computed anew.
+    """
+
+    count: int
+    num_preemptions: int
+    hashes: list[bytes]
+
+    def are_of(self, request: Request) -> bool:
+        """Return True if the request was not computed anew since then."""
+        return self.num_preemptions == request.num_preemptions and self.hashes is request.block_hashes
+
+
 class MtpDrafter:
     """Proposes what the head of a model continues a request with.
 
-    Of tokens that were settled since its last drafts it computes the keys anew, from the model's own hidden rows; the
-    further drafts of a step follow from the head's. What is left of that when a request ends is done then, as others
-    may begin with its blocks.
+    Of a prompt, and of tokens that were settled since its last drafts, it computes the keys then, from the model's
+    own hidden rows; the further drafts of a step follow from the head's. So a request that is not drafted for costs
+    nothing. Of the tokens of a cached prefix it computes those whose blocks are not known to have their keys.
 
     Args:
         program: the model with its head.
@@ -149,7 +171,8 @@ class MtpDrafter:
         size, num_ids = blocks.block_size, program.vocab_size
         self._chains = GreedyChains(program.draft, size, num_ids, num_ids)
         self._keys = GreedyChains(program.run_head, size, num_ids, num_ids)
-        self._counts: dict[Request, int] = {}  # leading tokens whose keys are the model's
+        self._counts: dict[Request, _Keys] = {}
+        self._complete: OrderedDict[bytes, None] = OrderedDict()  # hashes of blocks that have their keys
         self._drafts: dict[Request, list[int]] = {}
 
     def seconds_of(self, count: int, length: int) -> float:
@@ -164,11 +187,13 @@ class MtpDrafter:
         complete: list[Share] = []
         others: list[Share] = []
         left = self._max_num_batched_tokens
-        for request in requests:
-            share = self._share(request, request.num_tokens, left)
+        for request in sorted(requests, key=lambda request: request.num_tokens - self._start(request)):
+            start, end = self._start(request), request.num_tokens
+            share = Share(request, self._table(request), start, min(end, start + left))
             if share.start < share.end:
-                (complete if share.end == request.num_tokens else others).append(share)
+                (complete if share.end == end else others).append(share)
                 left -= share.end - share.start
+        complete = self._chains.level(complete, self._max_num_batched_tokens)
         with torch.inference_mode(), without_autocast(self.program.device.type):
             if others:  # whose rows are the model's, which a chain would replace
                 self._keys.drafts(others, 1)
@@ -176,13 +201,24 @@ class MtpDrafter:
                 drafts = self._chains.drafts(complete, most)
                 self._drafts = {share.request: own for share, own in zip(complete, drafts, strict=True)}
         for share in (*complete, *others):
-            self._counts[share.request] = share.end
+            self._counts[share.request] = _Keys(share.end, share.request.num_preemptions, share.request.block_hashes)
 
-    def _share(self, request: Request, end: int, most: int) -> Share:
-        """What is missing of the tokens up to ``end``, the last of them in any case; the first ``most`` of that."""
-        start = max(min(self._counts.get(request, request.num_prompt_tokens - 1), end - 1), 0)
-        table = self._blocks.table(request.request_id, self.program.group)
-        return Share(request, table, start, min(end, start + most))
+    def _table(self, request: Request) -> Sequence[int]:
+        return self._blocks.table(request.request_id, self.program.group)
+
+    def _start(self, request: Request) -> int:
+        """The first token without keys; the newest one is computed in any case."""
+        size, known = self._blocks.block_size, self._counts.get(request)
+        if known is not None and known.are_of(request):
+            start = known.count
+        else:
+            cached = request.block_hashes[: request.num_cached_tokens // size]
+            start = size * sum(1 for _ in takewhile(self._complete.__contains__, cached))
+        start = min(start, request.num_tokens - 1)
+        table = self._table(request)
+        while table[start // size] == NULL_BLOCK:  # a window has passed it
+            start = (start // size + 1) * size
+        return start
 
     def propose(self, request: Request, most: int) -> Sequence[int]:
         """Return the first ``most`` of the request's drafts."""
@@ -192,17 +228,17 @@ class MtpDrafter:
         """Do nothing: the hidden rows of tokens lie in the cache."""
 
     def finished(self, request: Request) -> None:
-        """Compute the keys of the request's last tokens, and forget it."""
-        if request.row is not None and request.request_id in self._blocks and request.num_computed_tokens:
-            end = request.num_computed_tokens
-            with torch.inference_mode(), without_autocast(self.program.device.type):
-                while (share := self._share(request, end, self._max_num_batched_tokens)).start < share.end:
-                    self._keys.drafts([share], 1)
-                    if share.end == end:
-                        break
-                    self._counts[request] = share.end
-        self._counts.pop(request, None)
+        """Remember which of the request's blocks have their keys, and forget it."""
+        known = self._counts.pop(request, None)
+        count = known.count if known is not None and known.are_of(request) else request.num_cached_tokens
+        blocks = count // self._blocks.block_size
+        if known is not None:
+            self._complete.update(dict.fromkeys(request.block_hashes[:blocks]))
+        for content in request.block_hashes[blocks:]:
+            self._complete.pop(content, None)
+        while len(self._complete) > _MOST_HASHES:
+            self._complete.popitem(last=False)
 
     def reset(self) -> None:
         """Forget all requests."""
-        self._counts, self._drafts = {}, {}
+        self._counts, self._drafts, self._complete = {}, {}, OrderedDict()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import always
 from mtp_checkpoints import make_head, save_with_head
 from stored_blocks import answers, generate, store_engine
 
@@ -84,9 +85,7 @@ def with_head(
     engine: Engine = make(program, draft_program=head, speculative_config={"method": "mtp"}, **options)
     drafting = engine._core.state.drafting
     assert drafting is not None
-    lengths = drafting.lengths
-    lengths.choose = lengths.to_compute = lambda *given: length  # type: ignore[method-assign]
-    lengths.judge = lengths.decline = lambda *given: None  # type: ignore[method-assign]
+    always(drafting, length)
     return engine
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch_pagoda.runtime.engine.draft_setup import draft_with
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.request import Request
-from torch_pagoda.runtime.speculation.draft_lengths import Candidate
+from torch_pagoda.runtime.speculation.draft_lengths import Asking, Candidate
 from torch_pagoda.runtime.speculation.drafting import Drafting
 
 WRONG = 0
@@ -83,13 +83,26 @@ def draft(
     drafting = draft_with(engine._core.state, [drafter], runs_ahead=ahead, num_planned=num_planned)
     assert drafting is not None
     if length is not None:
-
-        def choose(rows: int, others: int, candidates: Sequence[Candidate], budget: int, num_fillers: object) -> int:
-            wanted = length() if callable(length) else length
-            fits = [k for k in (7, 3, 1, 0) if k <= wanted and sum(c.rows(k) - c.known for c in candidates) <= budget]
-            return fits[0]
-
-        drafting.lengths.choose = choose  # type: ignore[method-assign]
-        drafting.lengths.judge = lambda *given: None  # type: ignore[method-assign]
-        drafting.lengths.decline = lambda *given: None  # type: ignore[method-assign]
+        always(drafting, length)
     return drafting
+
+
+def always(drafting: Drafting, length: int | Callable[[], int]) -> None:
+    """Have all requests of each step verify so many drafts, whatever they cost; a function says how many."""
+    lengths = drafting.lengths
+
+    def choose(
+        rows: int, others: int, candidates: Sequence[Candidate], budget: int, num_fillers: object
+    ) -> tuple[int, Sequence[Candidate]]:
+        wanted = length() if callable(length) else length
+        fits = [k for k in (7, 3, 1, 0) if k <= wanted and sum(c.rows(k) - c.known for c in candidates) <= budget]
+        return fits[0], candidates
+
+    def to_compute(
+        drafter: str, asking: Sequence[Asking], rows: int, others: int, budget: int, most: int, seconds_of: object
+    ) -> tuple[int, Sequence[Request]]:
+        wanted = length() if callable(length) else length
+        return wanted, [each.request for each in asking]
+
+    lengths.choose, lengths.to_compute = choose, to_compute  # type: ignore[method-assign]
+    lengths.judge = lengths.decline = lambda *given: None  # type: ignore[method-assign]

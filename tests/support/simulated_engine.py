@@ -164,7 +164,8 @@ class SimulatedEngine:
         )
         self.drafting.lengths.choose = (  # type: ignore[method-assign]
             lambda rows, others, candidates, budget, num_fillers: (
-                length if sum(c.rows(length) - c.known for c in candidates) <= budget else 0
+                length if sum(c.rows(length) - c.known for c in candidates) <= budget else 0,
+                candidates,
             )
         )
         self.batcher.planner.drafting = self.drafting

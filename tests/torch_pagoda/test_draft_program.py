@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import always
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
@@ -30,8 +31,7 @@ def config_of(folder: Path) -> dict[str, Any]:
 def test_a_model_drafts_for_itself(checkpoint: Path, fast: dict[str, Any]) -> None:
     expected = [o.outputs[0].token_ids for o in pagoda.LLM(checkpoint, **fast).generate(PROMPTS, PARAMS)]
     with pagoda.LLM(checkpoint, speculative_config=config_of(checkpoint), **fast) as llm:
-        lengths = llm._core.state.drafting.lengths  # type: ignore[union-attr]
-        lengths.choose = lengths.to_compute = lambda *given: 3  # type: ignore[method-assign]
+        always(llm._core.state.drafting, 3)  # type: ignore[arg-type]
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, PARAMS)] == expected
         stats = llm.stats()
         assert stats["spec_decode_num_accepted_tokens"] == stats["spec_decode_num_draft_tokens"] > 0
@@ -39,7 +39,7 @@ def test_a_model_drafts_for_itself(checkpoint: Path, fast: dict[str, Any]) -> No
         drafter = llm._core.state.drafting.drafters.drafters[-1]  # type: ignore[union-attr]
         drafts = weakref.ref(drafter.program)  # type: ignore[attr-defined]
         assert drafts() is not llm.program
-        del drafter, lengths
+        del drafter
     gc.collect()
     assert drafts() is None, "the draft model outlives its engine"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import always
 from mtp_checkpoints import make_head, oracle, save_with_head
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
@@ -74,8 +75,7 @@ def test_a_head_that_knows_what_follows_is_always_right(tmp_path: Path) -> None:
     model, head = oracle()
     save_with_head(model, head, tmp_path)
     with pagoda.LLM(tmp_path, speculative_config=MTP, codegen="none", num_blocks=64, block_size=4) as llm:
-        lengths = llm._core.state.drafting.lengths  # type: ignore[union-attr]
-        lengths.choose = lengths.to_compute = lambda *given: 3  # type: ignore[method-assign]
+        always(llm._core.state.drafting, 3)  # type: ignore[arg-type]
         prompts = [[1, 2, 3], [7, 7, 7, 7, 30], list(range(40))]
         outputs = llm.generate(prompts, pagoda.SamplingParams(temperature=0, max_tokens=25, ignore_eos=True))
         for output, prompt in zip(outputs, prompts, strict=True):

@@ -9,8 +9,18 @@ import pytest
 
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
-from torch_pagoda.runtime.speculation.draft_lengths import REST, Acceptance, Candidate, DraftLengths, StepSeconds
+from torch_pagoda.runtime.speculation.draft_lengths import (
+    LOSSES,
+    REST,
+    TOLERATED,
+    WINDOW,
+    Acceptance,
+    Asking,
+    Candidate,
+    DraftLengths,
+)
 from torch_pagoda.runtime.speculation.drafter import Proposal
+from torch_pagoda.runtime.speculation.step_seconds import StepSeconds
 
 CHEAP = {1: 1.0, 2: 1.01, 4: 1.05, 8: 1.16}
 """Rows on a processor with AMX."""
@@ -39,7 +49,7 @@ def serve(lengths: DraftLengths, costs: dict[int, float], right: float, steps: i
     tokens, seconds, chosen = 0, 0.0, []
     for _ in range(steps):
         lengths.begin_step()
-        length = 0 if lengths.resting() else lengths.choose(1, 0, [candidate(request)], 100)
+        length = 0 if lengths.resting() else lengths.choose(1, 0, [candidate(request)], 100)[0]
         accepted = 0
         while accepted < length and draws.random() < right:
             accepted += 1
@@ -47,7 +57,7 @@ def serve(lengths: DraftLengths, costs: dict[int, float], right: float, steps: i
         if length:
             lengths.note(request, "d", length, accepted)
             lengths.judge(["d"], 1 + accepted, 1, took, lengths.seconds.of(1))
-        lengths.seconds.measure(1 + length, took)
+        lengths.measure(1, 1 + length, took)
         tokens, seconds = tokens + 1 + accepted, seconds + took
         chosen.append(length)
     return tokens / seconds, chosen
@@ -97,16 +107,18 @@ def test_a_length_is_kept_unless_another_is_better_by_a_twentieth() -> None:
     lengths._drafters["d"].acceptance.by_place[:] = [0.04, 0.0, 0.0]
     for rows in (1, 2, 4):
         lengths.seconds.measure(rows, 1.0, is_settled=True)
-    assert lengths.choose(1, 0, [candidate(request)], 100) == 0
-    lengths._acceptance(request, "d").by_place[0] = 0.06
-    assert lengths.choose(1, 0, [candidate(request)], 100) in (1, 3)
+        for _ in range(2):
+            lengths.measure(1, rows, 1.0)
+    assert lengths.choose(1, 0, [candidate(request)], 100)[0] == 0
+    lengths.acceptance(request, "d").by_place[0] = 0.06
+    assert lengths.choose(1, 0, [candidate(request)], 100)[0] in (1, 3)
 
 
 def test_the_budget_of_a_step_bounds_the_length() -> None:
     lengths = make_lengths(CHEAP, expected=0.99)
-    requests = [make_request(str(i)) for i in range(4)]
-    assert lengths.choose(4, 0, [candidate(r) for r in requests], 12) == 3
-    assert lengths.choose(4, 0, [candidate(r) for r in requests], 3) == 0
+    found = [candidate(make_request(str(i))) for i in range(4)]
+    for budget, chosen in {12: (3, found), 3: (3, found[:1]), 0: (0, [])}.items():
+        assert lengths.choose(4, 0, found, budget) == chosen
 
 
 def test_rows_that_fill_a_step_up_are_paid_for() -> None:
@@ -114,8 +126,8 @@ def test_rows_that_fill_a_step_up_are_paid_for() -> None:
     for rows, each in {5: 1.0, 8: 1.1, 9: 2.0}.items():
         lengths.seconds.measure(rows, each, is_settled=True)
     found = [candidate(make_request(str(i))) for i in range(3)]
-    assert lengths.choose(5, 2, found, 100) == 1
-    assert lengths.choose(5, 2, found, 100, lambda *step: int(step == (8, 3, 1))) == 0
+    assert lengths.choose(5, 2, found, 100) == (1, found)
+    assert lengths.choose(5, 2, found, 100, lambda *step: int(step == (8, 3, 1))) == (1, found[:2])
 
 
 @pytest.mark.parametrize(("fills", "rows"), [(True, 8), (False, 4)])
@@ -148,3 +160,77 @@ def test_probabilities_are_by_place() -> None:
         acceptance.note(3, 1)
     assert acceptance.by_place[0] > 0.99 and acceptance.by_place[1] < 0.01 and acceptance.by_place[2] == 0.5
     assert acceptance.expected(3) == pytest.approx(1.0, abs=0.02)
+
+
+def test_those_whose_drafts_are_right_have_some() -> None:
+    lengths = DraftLengths((0, 1, 3, 7), {"d": 0.5})
+    for rows in (1, 2, 4, 8, 16, 32, 64):
+        lengths.seconds.measure(rows, 10.0 + rows / 2, is_settled=True)
+    found = [candidate(make_request(str(i))) for i in range(8)]
+    for _ in range(30):
+        for i, each in enumerate(found):
+            lengths.note(each.request, "d", 7, 7 if i in (2, 5) else 0)
+    length, picked = lengths.choose(8, 0, found, 100)
+    assert length == 7 and picked == [found[2], found[5]]
+    asking = [Asking(each.request, 7) for each in found]
+    free = lengths.to_compute("d", asking, 8, 0, 100, 7, lambda count, length: 0.0)
+    assert free == (7, [found[2].request, found[5].request])
+    dear = lengths.to_compute("d", asking, 8, 0, 100, 7, lambda count, length: 4.0 * length)
+    assert dear == (0, [])
+    for _ in range(40):
+        lengths.measure_drafting("d", 1.0, 0.01)  # it says four times as much as it takes
+    cheap = lengths.to_compute("d", asking, 8, 0, 100, 7, lambda count, length: 4.0 * length)
+    assert cheap[0] > 0
+
+
+def test_a_step_with_prompts_makes_no_draft_worth_more() -> None:
+    lengths = make_lengths({1: 1.0, 2: 2.0, 100: 100.0, 101: 101.0}, expected=0.6)
+    lengths.current = 0
+    assert lengths.choose(100, 0, [candidate(make_request())], 100)[0] == 0
+
+
+def test_the_numbers_of_those_with_drafts_are_few() -> None:
+    lengths = make_lengths(CHEAP, expected=0.9)
+    counts = set()
+    for number in range(1, 33):
+        found = [candidate(make_request(str(i)), 1) for i in range(number)]
+        counts.add(len(lengths.choose(32, 32 - number, found, 1000)[1]) - number)
+    assert 0 in counts
+    assert lengths._counts(8) == [1, 2, 4, 8] and lengths._counts(6) == [1, 2, 4, 6] and lengths._counts(1) == [1]
+    planned = DraftLengths((0, 3), {"d": 0.9}, all_or_none=True)
+    assert planned._counts(6) == [6]
+
+
+def test_a_size_that_is_new_must_earn_its_recording() -> None:
+    lengths = make_lengths({1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}, expected=0.0)
+    lengths.current = 0
+    lengths._slowness_of_new = 4.0
+    lengths._drafters["d"].acceptance.by_place[0] = 0.5
+    assert lengths.choose(1, 0, [candidate(make_request())], 100)[0] == 0
+    for _ in range(2):
+        lengths.measure(1, 2, 1.0)
+    assert lengths.choose(1, 0, [candidate(make_request())], 100)[0] == 1
+
+
+def test_a_drafter_rests_until_its_losses_are_a_hundredth() -> None:
+    lengths = make_lengths(CHEAP)
+    for _ in range(WINDOW * LOSSES):
+        lengths.judge(["d"], 1.0, 1, 3.0, 1.0)  # two steps are lost, each time
+    assert lengths._drafters["d"].rest >= WINDOW * LOSSES * 2 / TOLERATED
+    others = make_lengths(CHEAP)
+    others.idle(["d"], 0.05, 1.0)
+    assert others._drafters["d"].rest == 5
+    others.idle(["d"], 0.005, 1.0)
+    assert others._drafters["d"].rest == 5
+
+
+def test_a_length_is_left_as_soon_as_it_is_slower_than_none() -> None:
+    lengths = make_lengths({1: 1.0, 2: 1.5}, expected=0.0)
+    lengths.current = 1
+    own = lengths._drafters["d"].acceptance.by_place
+    own[0] = 0.52
+    for _ in range(2):
+        lengths.measure(1, 2, 1.5)
+    assert lengths.choose(1, 0, [candidate(make_request())], 1)[0] == 1  # 1.3 % faster
+    own[0] = 0.49
+    assert lengths.choose(1, 0, [candidate(make_request())], 1)[0] == 0

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from drafters import always
 from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.speculation.draft_lengths import Asking
 from torch_pagoda.runtime.speculation.draft_model import DraftModel
 
 from toy_program import ToyProgram
@@ -53,10 +55,7 @@ def make_engine(program: Any = None, drafts: Any = None, most: int = 7, length: 
     options = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, **options}
     engine = Engine(program or toy(), speculative_config=config, draft_program=drafts, **options)
     if length is not None:
-        lengths = drafting_of(engine).lengths
-        choose = (lambda *given: length()) if callable(length) else (lambda *given: length)
-        lengths.choose = lengths.to_compute = choose  # type: ignore[method-assign]
-        lengths.judge = lengths.decline = lambda *given: None  # type: ignore[method-assign]
+        always(drafting_of(engine), length)
     return engine
 
 
@@ -128,7 +127,10 @@ def test_rejected_drafts_are_written_over(pause: int) -> None:
     drafts = toy()
     engine = make_engine(toy(), drafts, 7, 7)
     turns = cycle([7, *[0] * pause])
-    drafting_of(engine).lengths.to_compute = lambda *given: next(turns)
+    drafting_of(engine).lengths.to_compute = lambda drafter, asking, *given: (
+        next(turns),
+        [each.request for each in asking],
+    )
     wrong = iter([3, 9, 10, 20, 37])
     turn, following = 0, next(wrong)
 
@@ -247,12 +249,18 @@ def test_the_cost_of_drafting_counts() -> None:
     lengths, drafter = drafting_of(engine).lengths, drafter_of(engine)
     lengths.seconds.of = lambda rows: 1.0
     drafter.seconds.of = lambda rows: 0.0  # type: ignore[method-assign]
-    requests: list[Any] = [ToyRequest()]
-    assert lengths.to_compute("draft_model", requests, 1, 0, 7, lambda n: drafter.seconds_of(1, n)) == 7
+    for rows in (2, 4, 8) * 2:  # which are recorded now
+        lengths.measure(1, rows, 1.0)
+    asking: Any = [Asking(ToyRequest(), 7)]  # type: ignore[arg-type]
+
+    def length() -> int:
+        return lengths.to_compute("draft_model", asking, 1, 0, 99, 7, drafter.seconds_of)[0]  # type: ignore[no-any-return]
+
+    assert length() == 7
     drafter.seconds.of = lambda rows: 0.5  # type: ignore[method-assign]
-    assert lengths.to_compute("draft_model", requests, 1, 0, 7, lambda n: drafter.seconds_of(1, n)) == 1
+    assert length() == 1
     drafter.seconds.of = lambda rows: 1.0  # type: ignore[method-assign]
-    assert lengths.to_compute("draft_model", requests, 1, 0, 7, lambda n: drafter.seconds_of(1, n)) == 0
+    assert length() == 0
 
 
 class ToyRequest:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import Oracle, Raising, draft
+from drafters import Oracle, Raising, always, draft
 from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.batching import StaticBatches
@@ -76,11 +76,11 @@ def test_rows_of_a_step_are_few_numbers() -> None:
     choose, judged = lengths.choose, []
 
     def choosing(rows, others, candidates, budget, num_fillers):
-        length = choose(rows, others, candidates, budget, num_fillers)
+        length, picked = choose(rows, others, candidates, budget, num_fillers)
         added = sum(c.rows(length) - c.known for c in candidates)
         drafted = sum(c.num_drafts(length) > 0 for c in candidates)
         judged.append(rows + added + length * num_fillers(rows + added, drafted, length))
-        return length
+        return length, picked
 
     lengths.choose = choosing  # type: ignore[method-assign]
     outputs = engine.generate(prompts, greedy(40))
@@ -217,9 +217,7 @@ def test_steps_are_measured_where_drafts_are_asked_for() -> None:
 def test_repeated_requests(method: str) -> None:
     engine = make_engine(speculative_config={"method": method}, enable_prefix_caching=False)
     state: Any = engine._core.state
-    draft_lengths = state.drafting.lengths
-    draft_lengths.choose = lambda *given: 7
-    draft_lengths.judge = lambda *given: None
+    always(state.drafting, 7)
     steps = []
     for _ in range(2):
         before = engine.stats()["steps"]
