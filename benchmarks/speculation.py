@@ -8,7 +8,9 @@ Parts:
 
 - ``methods``: held-out text continued greedily with each method, ``wrong`` being a drafter that is always wrong.
   Measured speed beside that which accepted drafts and measured costs of steps predict, and the share of drafts that
-  were accepted, by position. ``mtp`` and ``draft_model`` take MODEL-mtp and MODEL-draft if these folders are there.
+  were accepted, by position. Two engines of one kind differ by some per cent, as memory lies. So each engine is also
+  compared with itself without drafts (``own``), on other prompts. ``mtp`` and ``draft_model`` take MODEL-mtp and
+  MODEL-draft if these folders are there.
   Two workloads (``--workloads``): ``batch``, requests of one length that come at once, and whose speed is that of
   the slowest; ``clients``, each of which sends its next request when the last is answered, of unequal lengths.
 - ``recorded``: recorded answers as drafts of one stream, 0.7 of them right: measured beside predicted.
@@ -25,7 +27,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,7 @@ from torch_pagoda.runtime.speculation.drafting import ACCEPTED_BY_PLACE
 
 HOME = Path(__file__).resolve().parent.parent
 TEXTS = [HOME / "README.md", *sorted((HOME / "docs").glob("*.md"))]
-REQUESTS_OF_A_CLIENT = 3
+REQUESTS_OF_A_CLIENT = 2
 FIELDS = [
     *("first_name", "family_name", "date_of_birth", "place_of_birth", "nationality"),
     *("street_address", "postal_code", "city_of_residence", "telephone_number", "mail_address"),
@@ -124,6 +127,19 @@ class Side:
                     taken = self.clock() - started
                     speed = (self.llm.stats()["generated_tokens"] - before) / taken
         return [found[str(number)] for number in range(len(prompts))], speed
+
+    @contextmanager
+    def without_drafts(self) -> Iterator[None]:
+        """The engine as it is without drafts; figures of its steps are not counted."""
+        state, before = self.llm._core.state, self.llm.stats()
+        drafting = state.drafting
+        state.drafting = state.batcher.planner.drafting = None
+        try:
+            yield
+        finally:
+            state.drafting = state.batcher.planner.drafting = drafting
+            for name in ("steps", "total_seconds"):
+                self.before[name] += self.llm.stats()[name] - before[name]
 
     def mark(self) -> None:
         """Begin to count."""
@@ -253,38 +269,49 @@ def held_out(llm: pagoda.LLM, count: int, length: int) -> list[list[int]]:
 def measure_methods(given: argparse.Namespace) -> None:
     """Continue held-out text."""
     sides = [Side(name, given) for name in given.methods]
+    runs = 2 * (given.rounds + 1) * sum(given.streams)
+    texts = held_out(sides[0].llm, runs * (1 + REQUESTS_OF_A_CLIENT), given.prompt)
     for workload in given.workloads:
         for streams in given.streams:
-            measure_sides(sides, workload, streams, given)
+            measure_sides(sides, workload, streams, texts, given)
 
 
-def measure_sides(sides: Sequence[Side], workload: str, streams: int, given: argparse.Namespace) -> None:
-    """Let sides take turns, each of them as often first as any other."""
+def measure_sides(
+    sides: Sequence[Side], workload: str, streams: int, texts: list[Any], given: argparse.Namespace
+) -> None:
+    """Let sides take turns, each of them as often first as any other. No prompt comes twice."""
     count = streams if workload == "batch" else streams * REQUESTS_OF_A_CLIENT
-    texts = held_out(sides[0].llm, count * (given.rounds + 1), given.prompt)
     params = pagoda.SamplingParams(temperature=0, max_tokens=given.max_tokens, ignore_eos=True)
     draws = random.Random(streams)
     tokens: dict[str, list[Any]] = {side.name: [] for side in sides}
     ratios: dict[str, list[float]] = {side.name: [] for side in sides}
+    own: dict[str, list[float]] = {side.name: [] for side in sides}
     counted = {side.name: np.zeros(2) for side in sides}
     for number in range(given.rounds + 1):
-        prompts = [texts[(number * count + i) % len(texts)] for i in range(count)]
+        prompts, others = ([texts.pop() for _ in range(count)] for _ in range(2))
         lengths = [draws.randint(given.max_tokens // 4, given.max_tokens * 7 // 4) for _ in prompts]
         first = number % len(sides)
-        speeds = {}
+        speeds: dict[str, float] = {}
         for side in (*sides[first:], *sides[:first]):
             if number == 1:
                 side.mark()
-            before = replays()
-            if workload == "batch":
+
+            def speed(prompts: list[Any], side: Side = side, lengths: list[int] = lengths) -> tuple[list[Any], float]:
+                if workload == "clients":
+                    return side.serve(prompts, lengths, streams)
                 outputs = side.run(prompts, params)
-                tokens[side.name].append([list(o.outputs[0].token_ids) for o in outputs])
-                speeds[side.name] = 1 / side.seconds[-1]
-            else:
-                answers, speeds[side.name] = side.serve(prompts, lengths, streams)
-                tokens[side.name].append(answers)
+                return [list(o.outputs[0].token_ids) for o in outputs], 1 / side.seconds[-1]
+
+            with side.without_drafts():
+                plain = speed(others)[1] if number % 2 else 0.0
+            before = replays()
+            answers, speeds[side.name] = speed(prompts)
+            tokens[side.name].append(answers)
             if number:
                 counted[side.name] += np.subtract(replays(), before)
+                with side.without_drafts():
+                    plain = plain or speed(others)[1]
+                own[side.name].append(speeds[side.name] / plain)
         if number:
             for side in sides:
                 ratios[side.name].append(speeds[side.name] / speeds[sides[0].name])
@@ -296,7 +323,7 @@ def measure_sides(sides: Sequence[Side], workload: str, streams: int, given: arg
         predicted = side.predicted.ratio(streams if workload == "batch" else 0)
         print(
             f"{workload:7} {streams:2}  {side.name:11} {statistics.median(ratios[side.name]):6.3f} x none "
-            f"({min(ratios[side.name]):.3f}-{max(ratios[side.name]):.3f})  "
+            f"own {statistics.median(own[side.name]):6.3f} ({min(own[side.name]):.3f}-{max(own[side.name]):.3f})  "
             f"predicted {predicted:6.3f}  steps {side.since('steps'):5.0f}  "
             f"drafted {drafts:5.0f}  accepted {accepted:5.0f}, by position {side.accepted()}  "
             f"replayed {replayed / max(asked, 1):5.1%}  drafting {drafting:5.1%}  "

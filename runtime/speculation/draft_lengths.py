@@ -146,11 +146,11 @@ class Asking:
 
 
 class _Share(NamedTuple):
-    """What drafts of a request promise, and the rows that they take; ``index``: which request."""
+    """What drafts of a request promise, and the rows that they take; ``place``: of the request."""
 
     gain: float
     rows: int
-    index: int
+    place: int
 
 
 class _Option(NamedTuple):
@@ -309,10 +309,11 @@ class DraftLengths:
         """
         plain = self.seconds.of(sequences)
         before = self.seconds.of(rows) - plain
-        none = best = own = _Option(sequences / plain, 0, [])
+        best = own = _Option(sequences / plain, 0, [])  # no drafts
         for length in lengths[1:]:
-            each = sorted(shares(length), key=lambda share: (-share.gain, share.index))
-            gains, added = ([0, *accumulate(column)] for column in ([s.gain for s in each], [s.rows for s in each]))
+            each = sorted(shares(length), key=lambda share: (-share.gain, share.place))
+            gains = [0.0, *accumulate([share.gain for share in each])]
+            added = [0, *accumulate([share.rows for share in each])]
             for count in self._counts(len(each)):
                 if added[count] > budget:
                     break
@@ -321,10 +322,10 @@ class DraftLengths:
                 took = self._seconds(sequences, total) - before + seconds_of(count, length)
                 speed = (sequences + gains[count]) / took
                 if speed > best.speed or (length == current and speed > own.speed):
-                    option = _Option(speed, length, sorted([s.index for s in each[:count]]))
+                    option = _Option(speed, length, sorted([s.place for s in each[:count]]))
                     best = max(best, option)
                     own = max(own, option) if length == current else own
-        return best if best.speed > own.speed * HYSTERESIS else own if own.speed > none.speed else none
+        return best if best.speed > own.speed * HYSTERESIS else own
 
     def _counts(self, most: int) -> list[int]:
         """How many of ``most`` requests may have drafts."""

@@ -253,12 +253,13 @@ class Drafting:
     def _compute(self, plan: Plan, rooms: Sequence[tuple[ScheduledRequest, int]], rows: int) -> frozenset[str]:
         """Let drafters compute their drafts for shares with room; returns the drafters that are not to be asked."""
         resting, idle = self.lengths.resting(), set()
+        requests: Sequence[Request] = ()
         able = [(item.request, room - item.num_tokens) for item, room in rooms if room > item.num_tokens]
         for drafter in self._batch_drafters:
             name = drafter.name
             if name in resting:
                 continue
-            length, requests = 0, ()
+            length = 0
             if able and plan.budget:
                 acceptance = self.lengths.acceptance
                 expected = {request: acceptance(request, name).expected(drafter.most) for request, _ in able}

@@ -193,13 +193,13 @@ class MtpDrafter:
             if share.start < share.end:
                 (complete if share.end == end else others).append(share)
                 left -= share.end - share.start
-        complete = self._chains.level(complete, self._max_num_batched_tokens)
+        leveled = self._chains.level(complete, self._max_num_batched_tokens)
         with torch.inference_mode(), without_autocast(self.program.device.type):
             if others:  # whose rows are the model's, which a chain would replace
                 self._keys.drafts(others, 1)
-            if complete:
-                drafts = self._chains.drafts(complete, most)
-                self._drafts = {share.request: own for share, own in zip(complete, drafts, strict=True)}
+            if leveled:
+                drafts = self._chains.drafts(leveled, most)
+                self._drafts = {share.request: own for share, own in zip(leveled, drafts, strict=True)}
         for share in (*complete, *others):
             self._counts[share.request] = _Keys(share.end, share.request.num_preemptions, share.request.block_hashes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch_pagoda.runtime.batching import snapshots
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
-from torch_pagoda.runtime.speculation.mtp import MtpDrafter
+from torch_pagoda.runtime.speculation.mtp import MtpDrafter, MtpProgram
 
 from tiny_models import build_tiny_model
 
@@ -79,7 +79,12 @@ def run(engine: Engine, params: SamplingParams) -> tuple[list[Any], int]:
 
 
 def with_head(
-    name: str, folder: Any, length: int = 3, kind: str = "float32", make: Any = Engine, **options: Any
+    name: str,
+    folder: Any,
+    length: int | Callable[[], int] = 3,
+    kind: str = "float32",
+    make: Any = Engine,
+    **options: Any,
 ) -> Engine:
     _, program, head = programs(name, folder, kind)
     engine: Engine = make(program, draft_program=head, speculative_config={"method": "mtp"}, **options)
@@ -146,6 +151,29 @@ def test_tokens_are_those_without_a_head(
         assert [noted[tokens] for tokens in some] == [
             expected_drafts(name, folder, tokens, len(noted[tokens])) for tokens in some
         ]
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_request_without_drafts_costs_the_head_nothing(
+    name: str, folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks have no keys of the head, which the next turn computes when it drafts."""
+    lengths, heads = [0], []
+    run_head = MtpProgram.run_head
+    monkeypatch.setattr(MtpProgram, "run_head", lambda *step: heads.append(0) or run_head(*step))
+    engine = with_head(name, folder, lambda: lengths[-1], block_size=4, num_blocks=96)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0)
+    (first,) = engine.generate([list(range(3, 24))], params)
+    assert not heads
+    noted = noted_drafts(monkeypatch)
+    lengths.append(3)
+    for _ in range(2):
+        turn = [*first.prompt_token_ids, *first.outputs[0].token_ids, 7]
+        (first,) = engine.generate([turn], params)
+        assert first.num_cached_tokens > 30
+    assert heads and len(noted) > 8
+    for tokens, drafts in noted.items():
+        assert drafts == expected_drafts(name, folder, tokens, len(drafts))
 
 
 @pytest.mark.parametrize("options", [{}, {"swap_space": 1 << 22, "preemption": "swap"}], ids=["computed", "swapped"])

@@ -215,8 +215,8 @@ def test_a_size_that_is_new_must_earn_its_recording() -> None:
 def test_a_drafter_rests_until_its_losses_are_a_hundredth() -> None:
     lengths = make_lengths(CHEAP)
     for _ in range(WINDOW * LOSSES):
-        lengths.judge(["d"], 1.0, 1, 3.0, 1.0)  # two steps are lost, each time
-    assert lengths._drafters["d"].rest >= WINDOW * LOSSES * 2 / TOLERATED
+        lengths.judge(["d"], 1.0, 1, 1.1, 1.0)  # a tenth of a step is lost, each time
+    assert lengths._drafters["d"].rest == pytest.approx(WINDOW * LOSSES * 0.1 / TOLERATED, abs=1)
     others = make_lengths(CHEAP)
     others.idle(["d"], 0.05, 1.0)
     assert others._drafters["d"].rest == 5

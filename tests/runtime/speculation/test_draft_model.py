@@ -121,6 +121,15 @@ def test_tokens_are_those_without_a_draft_model(kind: str, sizes: str, ahead: bo
     check_empty(engine)
 
 
+def test_steps_of_the_draft_model_have_few_sizes() -> None:
+    drafts = Wavering()
+    engine = make_engine(toy(), drafts, 7, 7)
+    engine.generate([[n, n + 1, n + 2] for n in (3, 20, 40, 60)], greedy(40))
+    sizes = {tokens // sequences for tokens, sequences, _ in drafts.steps[10:]}
+    assert sizes <= {1, 2, 4, 8} and len(sizes) > 1
+    assert all(tokens % sequences == 0 for tokens, sequences, _ in drafts.steps[10:])
+
+
 @pytest.mark.parametrize("pause", [0, 3])
 def test_rejected_drafts_are_written_over(pause: int) -> None:
     """Behind them a model that drafts for itself is right again, also if it was not asked for some steps."""
