@@ -183,10 +183,12 @@ def test_those_whose_drafts_are_right_have_some() -> None:
     assert cheap[0] > 0
 
 
-def test_a_step_with_prompts_makes_no_draft_worth_more() -> None:
+def test_a_step_with_prompts_makes_no_draft_worth_more_or_less() -> None:
     lengths = make_lengths({1: 1.0, 2: 2.0, 100: 100.0, 101: 101.0}, expected=0.6)
     lengths.current = 0
     assert lengths.choose(100, 0, [candidate(make_request())], 100)[0] == 0
+    lengths = make_lengths({1: 1.0, 100: 10.0, 101: 10.1, 107: 10.7}, expected=0.8)
+    assert lengths.choose(100, 0, [candidate(make_request())], 100)[0] == 7
 
 
 def test_the_numbers_of_those_with_drafts_are_few() -> None:
