@@ -105,4 +105,4 @@ def always(drafting: Drafting, length: int | Callable[[], int]) -> None:
         return wanted, [each.request for each in asking]
 
     lengths.choose, lengths.to_compute = choose, to_compute  # type: ignore[method-assign]
-    lengths.judge = lengths.decline = lambda *given: None  # type: ignore[method-assign]
+    lengths.judge = lengths.decline = lengths.idle = lambda *given: None  # type: ignore[method-assign]

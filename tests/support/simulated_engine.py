@@ -162,6 +162,7 @@ class SimulatedEngine:
             vocab_size=self.vocabulary,
             is_beam=self.pausing.__contains__,
         )
+        self.drafting.lengths.idle = lambda *given: None  # type: ignore[method-assign]
         self.drafting.lengths.choose = (  # type: ignore[method-assign]
             lambda rows, others, candidates, budget, num_fillers: (
                 length if sum(c.rows(length) - c.known for c in candidates) <= budget else 0,
