@@ -105,13 +105,14 @@ def test_wrong_arguments_are_refused(plans: list[FleetPlan], arguments: dict[str
 
 def test_replicas_that_compute_prompts_store_all_and_the_others_wait_for_it(plans: list[FleetPlan]) -> None:
     app({"model": str(MODEL), **STORE, "replicas": 3, "autoscaling_config": {"max_replicas": 4}})
-    app({"model": str(MODEL), **STORE, "kv_store_wait": 3.0, "cpus_per_replica": 2})
+    app({"model": str(MODEL), **STORE, "kv_store_wait": 0.2, "cpus_per_replica": 2})
     first, second = plans
     assert first.prefill is not None and second.prefill is not None
     assert (first.replicas, first.prefill.replicas, first.prefill.autoscaling) == (3, 1, None)
     assert first.cpus == first.prefill.cpus == 16 // (4 + 1) and second.prefill.cpus == 2
-    assert first.prefill.options == {**first.options, "kv_store_write": "all", "kv_store_wait": 0.2}
-    assert (first.options["kv_store_wait"], second.options["kv_store_wait"]) == (10.0, 3.0)
+    others = {name: value for name, value in first.options.items() if name != "kv_store_wait"}
+    assert first.prefill.options == {**others, "kv_store_write": "all"}
+    assert (first.options["kv_store_wait"], second.options["kv_store_wait"]) == (10.0, 0.2)
 
 
 def test_more_replicas_than_a_host_has_processors_for_are_refused(

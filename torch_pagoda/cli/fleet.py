@@ -206,7 +206,6 @@ def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str
     """
     from ..block_fingerprint import storable_files
     from ..options import split_options
-    from ..runtime.engine.engine_options import EngineOptions
 
     options = dict(plan.options)
     if options.get("kv_store") is None:
@@ -216,7 +215,7 @@ def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str
     prefill = {**options, "kv_store_write": "all"}
     if own.prefill_tensor_parallel_size is not None:
         prefill["tensor_parallel_size"] = own.prefill_tensor_parallel_size
-    if options.get("kv_store_wait", EngineOptions.kv_store_wait) == EngineOptions.kv_store_wait:
+    if options.get("kv_store_wait") is None:
         options["kv_store_wait"] = _STORE_WAIT
     for each in (prefill, options):
         loading, _, compiling = split_options(each, owns_weights=True)
