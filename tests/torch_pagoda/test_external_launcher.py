@@ -39,7 +39,11 @@ _COMMAND = (
         ("2", {"tensor_parallel_size": 4, **BACKEND}, "has started 2 processes; use tensor_parallel_size=2"),
         ("2", BACKEND, "has started 2 processes; use tensor_parallel_size=2"),
         (None, {"tensor_parallel_size": 2, **BACKEND}, "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the env"),
-        (None, {"distributed_executor_backend": "ray"}, "'ray' is not known; use 'mp' or 'external_launcher'"),
+        (
+            None,
+            {"distributed_executor_backend": "ax"},
+            "'ax' is not known; use one of 'mp', 'external_launcher', 'ray'",
+        ),
         (None, {"worker_restarts": -1}, "worker_restarts=-1 is not a number from 0; give one"),
         (None, {"step_timeout": 0}, "step_timeout=0 is not a number of seconds from 0 to 86400; give one"),
         (None, {"step_timeout": float("nan")}, "step_timeout=nan is not a number of seconds"),

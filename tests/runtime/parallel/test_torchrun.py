@@ -17,12 +17,12 @@ import toy_ranks
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.parallel.channel import ChannelClosed
 from torch_pagoda.runtime.parallel.facts import facts
-from torch_pagoda.runtime.parallel.follow import take_part
 from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.launch import Ranks
 from torch_pagoda.runtime.parallel.messages import Message
-from torch_pagoda.runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place
+from torch_pagoda.runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place, follow_first
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.restart_limit import RestartLimit
 
 from toy_program import LAYERS, VOCAB, ToyProgram
 
@@ -54,11 +54,7 @@ def fork(function: Callable[[], Any]) -> int:
 
 
 def follow_toy(**known: Any) -> None:
-    launched = LaunchedRanks(Place.of_environment(), 30)
-    channel = launched.join()
-    ends = EndsWithFirst(channel)
-    take_part(channel, launched.meeting(30), toy_ranks.load_program, facts(1) | known)
-    ends.over.set()
+    follow_first(LaunchedRanks(Place.of_environment(), 30), toy_ranks.load_program, facts(1) | known)
 
 
 @pytest.fixture
@@ -68,7 +64,8 @@ def ranks() -> Iterator[Callable[..., tuple[Ranks, int]]]:
 
     def make(known: dict[str, Any], **theirs: Any) -> tuple[Ranks, int]:
         pid = fork(lambda: follow_toy(**theirs))
-        ranks = Ranks(2, threads=1, launched=LaunchedRanks(Place.of_environment(), 30), known=known)
+        launched = LaunchedRanks(Place.of_environment(), 30)
+        ranks = Ranks(2, threads=1, launch=lambda: launched, restarts=RestartLimit(0), known=known)
         made.append((ranks, pid))
         return ranks, pid
 

@@ -6,42 +6,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-import psutil
 import pytest
-from fleets import (
-    BACK_SECONDS,
-    PROMPTS,
-    SIZES,
-    alone,
-    ask_each,
-    ask_many,
-    client_of,
-    metric,
-    plain,
-    processes,
-    streamed,
-)
+from fleets import PROMPTS, SIZES, alone, ask_each, ask_many, client_of, metric, plain, streamed
+from ray_clusters import BIN, RayCluster, free_ports, ray_cluster, started, wait_for
 
-from served import MODEL, PATIENCE, Served, cache_folder
+from served import MODEL, PATIENCE, Served
 
 pytestmark = pytest.mark.fleet
 pytest.importorskip("ray.serve", reason="a fleet needs Ray: pip install 'torch-pagoda[fleet]'")
 
-BIN = Path(sys.executable).parent
 MASTER = shutil.which("mooncake_master", path=f"{BIN}:{os.environ['PATH']}")
 TOKENS = 80
 """Few: of two ranks on a busy machine, each step waits for both."""
@@ -51,49 +32,17 @@ AUTOSCALING = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in listening]
-    for one in listening:
-        one.close()
-    return ports
-
-
-@contextmanager
-def started(argv: list[str], patience: float = 30.0, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with all that it has started, which have so many seconds for that."""
-    process = subprocess.Popen(argv, **options)
-    try:
-        yield process
-    finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
-        psutil.wait_procs(family, patience)
-        for one in family:
-            if one.is_running():
-                one.kill()
-        process.wait()
-
-
-def wait_for(what: Callable[[], Any], seconds: float = BACK_SECONDS) -> Any:
-    """What it returns, once that is true."""
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.3)
-    return found
-
-
 class Cluster:
-    """A Ray of its own with room for eight processors.
+    """A Ray with room for eight processors, and Serve on it.
 
     Attributes:
         address: for ``--address``.
         port: of Serve's proxy.
+        processes: see ``RayCluster``.
     """
 
-    def __init__(self, pid: int, address: str, port: int) -> None:
-        self.pid, self.address, self.port = pid, address, port
+    def __init__(self, cluster: RayCluster, port: int) -> None:
+        self.address, self.processes, self.port = cluster.address, cluster.processes, port
 
     @property
     def url(self) -> str:
@@ -112,27 +61,13 @@ class Cluster:
         found = metric(self.text("/metrics"), name)
         return {labels.partition('engine="')[2].partition('"')[0]: value for labels, value in found.items()}
 
-    def processes(self, mark: str) -> list[int]:
-        return processes(self.pid, mark)
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    gcs, client, serve = free_ports(3)
-    head = ["start", "--head", "--block", f"--port={gcs}", f"--ray-client-server-port={client}", "--num-cpus=8"]
-    head += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray takes a token that it finds in the home folder, but only where it starts a cluster.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        for name, value in {**token, "RAY_worker_niceness": "0"}.items():
-            patch.setenv(name, value)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_PAGODA_CACHE": str(cache_folder())}
-        argv = [str(BIN / "ray"), *head]
-        with started(argv, patience=0, env=environment, stdout=subprocess.DEVNULL) as process:
-            wait_for(lambda: processes(process.pid, "raylet/raylet"))
-            address = f"127.0.0.1:{gcs}"
-            subprocess.run([BIN / "serve", "start", "--address", address, "--http-port", str(serve)], check=True)
-            yield Cluster(process.pid, address, serve)
+    with ray_cluster(8) as found:
+        (serve,) = free_ports(1)
+        subprocess.run([BIN / "serve", "start", "--address", found.address, "--http-port", str(serve)], check=True)
+        yield Cluster(found, serve)
 
 
 @pytest.fixture(scope="class")
