@@ -41,6 +41,11 @@ class RayPlacement:
         import ray
         from ray.util.placement_group import PlacementGroup
 
+        if ray.util.client.ray.is_connected():
+            raise ValueError(
+                "ranks that Ray starts need rank 0 on a host of the cluster, and this process is a client of one "
+                "(ray://); run it on a host of the cluster"
+            )
         given = os.environ.get(PLACEMENT)
         self._is_own, self.resources = given is None, resources
         if given is None:

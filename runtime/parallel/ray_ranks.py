@@ -25,6 +25,8 @@ from .torchrun import LaunchedRanks, LaunchedWorker, Place, follow_first
 _START_SECONDS = 120.0
 """In which Ray starts a process that has imported torch, and in which it reaches this one."""
 
+_REASON_SECONDS = 1.0
+
 
 class RayRank:
     """The actor of one rank, in a process of its own."""
@@ -42,7 +44,7 @@ class RayRank:
 
 @dataclass(frozen=True, kw_only=True)
 class RayWorker(LaunchedWorker):
-    """A rank that Ray started; ``pidfd`` becomes readable when Ray tells of its end.
+    """A rank that Ray started; ``pidfd`` becomes readable when Ray tells of its end, if its channel's does not.
 
     Attributes:
         actor: Ray's handle of it.
@@ -154,8 +156,11 @@ class _Work:
         return self._future.done()
 
     def how_it_ended(self) -> str:
-        error = self._future.exception()
-        return "ended" if error is None else f"ended: {_reason(error)}"
+        """In words; waits a little for Ray's, which may come behind the end of the channel."""
+        with suppress(TimeoutError):
+            error = self._future.exception(_REASON_SECONDS)
+            return "ended" if error is None else f"ended: {_reason(error)}"
+        return "ended"
 
     def close(self) -> None:
         with self._lock:

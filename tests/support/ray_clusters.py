@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -53,14 +54,16 @@ def wait_for(what: Callable[[], Any], seconds: float = PATIENCE) -> Any:
 
 
 @contextmanager
-def started(argv: list[str], patience: float = 30.0, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with all that it has started, which have so many seconds for that."""
+def started(
+    argv: list[str], patience: float = 30.0, end: int = signal.SIGTERM, **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that is ended by a signal with all that it has started, which have so many seconds for that."""
     process = subprocess.Popen(argv, **options)
     try:
         yield process
     finally:
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
+        process.send_signal(end)
         psutil.wait_procs(family, patience)
         for one in family:
             if one.is_running():
@@ -73,7 +76,7 @@ class RayCluster:
     """A Ray of its own.
 
     Attributes:
-        address: of it, for ``--address`` and RAY_ADDRESS.
+        address: of it, for ``--address`` or RAY_ADDRESS.
         nodes: ids of the processes ``ray start``, the head's first.
     """
 
@@ -87,28 +90,22 @@ class RayCluster:
 
 
 @contextmanager
-def ray_cluster(*sizes: int, has_token: bool = True) -> Iterator[RayCluster]:
-    """A cluster of nodes with so many processors each, in whose environment this process is.
-
-    Where it asks for a token, a process that has imported Ray before cannot join it.
-    """
+def ray_cluster(*sizes: int) -> Iterator[RayCluster]:
+    """A cluster of nodes with so many processors each; what this process starts can join it."""
     gcs, client = free_ports(2)
     address, own = f"127.0.0.1:{gcs}", ["--node-ip-address=127.0.0.1", "--disable-usage-stats", "--block"]
     head = ["--head", f"--port={gcs}", f"--ray-client-server-port={client}", "--include-dashboard=false"]
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         # Ray takes a token that it finds in the home folder, but only where it starts a cluster.
-        token = {"RAY_AUTH_MODE": "disabled"}
-        if has_token:
-            token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        for name, value in {**token, "RAY_worker_niceness": "0", "RAY_ADDRESS": address}.items():
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        for name, value in {**token, "RAY_worker_niceness": "0"}.items():
             patch.setenv(name, value)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_PAGODA_CACHE": str(cache_folder())}
-        del environment["RAY_ADDRESS"]
         cluster = RayCluster(address, [])
         for size in sizes:
             joins = [f"--address={address}"] if cluster.nodes else head
             argv = [str(BIN / "ray"), "start", f"--num-cpus={size}", *joins, *own]
             node = stack.enter_context(started(argv, 0, env=environment, stdout=subprocess.DEVNULL))
             cluster.nodes.append(node.pid)
-            wait_for(lambda pid=node.pid: processes(pid, "raylet/raylet"))  # type: ignore[misc]
+            wait_for(lambda: cluster.processes("raylet/raylet", -1))  # two at once would take the same ports
         yield cluster

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -71,6 +73,31 @@ def place(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "options", "told"),
+    [
+        (None, {}, "distributed_executor_backend='ray' needs Ray; install it: pip install 'torch-pagoda[fleet]'"),
+        ("2.59.0", {}, "needs Ray from 2.60 to below 2.62, and 2.59.0 is installed"),
+        (
+            "2.61.1",
+            {"target": "npu"},
+            "tensor_parallel_size=2: distributed_executor_backend='ray' is for CPUs so far",
+        ),
+    ],
+)
+def test_ray_is_refused_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, options: dict[str, Any], told: str
+) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        LLM("/no/such/model", tensor_parallel_size=2, distributed_executor_backend="ray", **options)
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("serve", "-dp", "2"), "--data-parallel-size 2: a launcher starts the ranks of one engine"),
@@ -85,6 +112,13 @@ def test_commands_refuse_what_cannot_work(
     with pytest.raises(SystemExit) as ended:
         cli.main([*arguments, "/no/such/model", *COMMAND_OPTIONS])
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_several_engines_are_not_for_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "-dp", "2", "/no/such/model", "--distributed-executor-backend", "ray"])
+    assert ended.value.code == 2
+    assert "-parallel-size 2: with Ray it is for the ranks of one engine; use pagoda fleet" in capsys.readouterr().err
 
 
 def test_only_rank_0_serves(monkeypatch: pytest.MonkeyPatch) -> None:

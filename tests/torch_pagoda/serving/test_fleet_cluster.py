@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 from fleets import PROMPTS, SIZES, alone, ask_each, ask_many, client_of, metric, plain, streamed
-from ray_clusters import BIN, RayCluster, free_ports, ray_cluster, started, wait_for
+from ray_clusters import BIN, RayCluster, free_ports, started, wait_for
 
 from served import MODEL, PATIENCE, Served
 
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.fleet
 pytest.importorskip("ray.serve", reason="a fleet needs Ray: pip install 'torch-pagoda[fleet]'")
 
 MASTER = shutil.which("mooncake_master", path=f"{BIN}:{os.environ['PATH']}")
+RANK = "ray::RayRank"
 TOKENS = 80
 """Few: of two ranks on a busy machine, each step waits for both."""
 AUTOSCALING = {
@@ -33,7 +34,7 @@ AUTOSCALING = {
 
 
 class Cluster:
-    """A Ray with room for eight processors, and Serve on it.
+    """Four nodes with two processors each, and Serve on them.
 
     Attributes:
         address: for ``--address``.
@@ -63,21 +64,21 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with ray_cluster(8) as found:
-        (serve,) = free_ports(1)
-        subprocess.run([BIN / "serve", "start", "--address", found.address, "--http-port", str(serve)], check=True)
-        yield Cluster(found, serve)
+def cluster(ray_nodes: RayCluster) -> Iterator[Cluster]:
+    (port,) = free_ports(1)
+    start = ["start", "--address", ray_nodes.address, "--http-port", str(port), "--proxy-location", "HeadOnly"]
+    subprocess.run([BIN / "serve", *start], check=True)
+    yield Cluster(ray_nodes, port)
 
 
 @pytest.fixture(scope="class")
 def fleet(cluster: Cluster) -> Iterator[Served]:
-    """One replica of two ranks, which become two under load."""
-    given = ("--autoscaling-config", json.dumps(AUTOSCALING), "-tp", "2", "--cpus-per-replica", "2")
+    """One replica of two ranks, which become two under load; no node has room for a replica."""
+    given = ("--autoscaling-config", json.dumps(AUTOSCALING), "-tp", "2", "--cpus-per-replica", "4")
     served = Served("--address", cluster.address, *given, *SIZES, command="fleet", port=cluster.port)
     yield served
     assert served.stop() == 0
-    wait_for(lambda: not cluster.processes("ServeReplica:pagoda"))
+    wait_for(lambda: not cluster.processes("ServeReplica:pagoda") + cluster.processes(RANK))
     assert cluster.processes("raylet")  # it is not the fleet's own
 
 
@@ -85,7 +86,7 @@ class TestRanks:
     def test_replicas_of_two_ranks_come_with_the_load_and_go(self, cluster: Cluster, fleet: Served) -> None:
         found = asyncio.run(ask_each(fleet.url, PROMPTS))
         assert [text for text, _ in found] == alone(PROMPTS)
-        assert len(cluster.processes("torch_pagoda.rank")) == 1
+        assert len(cluster.processes(RANK)) == 1
         expected = asyncio.run(ask_many(fleet.url, 2, TOKENS))
 
         async def ask_until_two() -> list[str]:
@@ -104,11 +105,19 @@ class TestRanks:
         begin = time.monotonic()
         assert set(asyncio.run(ask_until_two())) == set(expected)
         print(f"\na second replica took requests after {time.monotonic() - begin:.0f} s of load")
-        assert len(cluster.processes("torch_pagoda.rank")) == 2
+        assert len(cluster.processes(RANK)) == 2
         begin = time.monotonic()
-        wait_for(lambda: len(cluster.processes("torch_pagoda.rank")) == 1)
+        wait_for(lambda: len(cluster.processes(RANK)) == 1)
         print(f"it was gone after {time.monotonic() - begin:.0f} s without load")
         assert asyncio.run(ask_many(fleet.url, 2, TOKENS)) == expected
+
+    def test_a_rank_that_is_killed_is_started_again(self, cluster: Cluster, fleet: Served) -> None:
+        engines, (rank,) = cluster.processes("cli.engine_process"), cluster.processes(RANK)
+        before = asyncio.run(ask_many(fleet.url, 2, TOKENS))
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: cluster.processes(RANK) not in ([rank], []))
+        assert asyncio.run(ask_many(fleet.url, 2, TOKENS)) == before
+        assert cluster.processes("cli.engine_process") == engines
 
     def test_a_front_that_is_killed_ends_its_streams_and_another_finds_the_replicas(
         self, cluster: Cluster, fleet: Served
@@ -162,7 +171,8 @@ def test_prefill_and_decode_apart_under_serve_run(cluster: Cluster, mooncake: st
     }
     arguments = [f"{name}={value}" for name, value in given.items()]
     run = ["run", "--address", cluster.address, "--name", "apart", "torch_pagoda.fleet:app", *arguments]
-    with started([str(BIN / "serve"), *run], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with started([str(BIN / "serve"), *run], end=signal.SIGINT, **quiet):  # which ends Serve, too
         wait_for(lambda: cluster.text("/metrics").count('block_size="4"') == 2)
         prompts = [f"{prompt} 1" for prompt in PROMPTS]
         expected = alone(prompts)

@@ -1,161 +1,98 @@
-"""Ranks that Ray places, on a real cluster of two nodes with one processor each: neither has room for both."""
+"""Ranks that Ray places, on a real cluster none of whose nodes has room for two of them."""
 
 from __future__ import annotations
 
-import asyncio
-import importlib.metadata
+import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-from fleets import PROMPTS, SIZES, alone, ask_each
-from ray_clusters import RayCluster, free_ports, ray_cluster, wait_for
-
-import torch_pagoda as pagoda
-from torch_pagoda import SamplingParams
-from torch_pagoda.runtime.parallel import ray_placement
-from torch_pagoda.runtime.parallel.group import GroupFailed
-
-from served import MODEL, Served
+from fleets import PROMPTS, alone
+from ray_clusters import RayCluster, wait_for
 
 pytestmark = pytest.mark.fleet
-ray = pytest.importorskip("ray", reason="Ray is missing: pip install 'torch-pagoda[fleet]'")
+pytest.importorskip("ray", reason="Ray is missing: pip install 'torch-pagoda[fleet]'")
 
+SCRIPT = Path(__file__).parents[2] / "support" / "ray_leader.py"
 RANK = "ray::RayRank"
-OPTIONS: dict[str, Any] = {
-    **{"distributed_executor_backend": "ray", "dtype": "float32", "max_model_len": 512, "block_size": 4},
-    **{"verify": "off", "codegen": "none"},
-}
-GREEDY = SamplingParams(max_tokens=24, temperature=0)
-LONG = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
-
-_LEADER = f"""
-import torch_pagoda as pagoda
-llm = pagoda.LLM({str(MODEL)!r}, tensor_parallel_size=2, **{OPTIONS!r})
-print("ready", flush=True)
-input()
-"""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    with ray_cluster(1, 1, has_token=False) as started:
-        ray_placement.join_ray("auto", log_to_driver=False)
-        wait_for(lambda: len(ray.nodes()) == 2, 30)
-        yield started
-        ray.shutdown()
+class Leader:
+    """A process that is rank 0, see ``ray_leader``.
+
+    Args:
+        cluster: of the others.
+        name: of its function.
+    """
+
+    def __init__(self, cluster: RayCluster, name: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), name],
+            env={**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "2"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def says(self) -> dict[str, Any]:
+        """What it says next."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        line = self.process.stdout.readline()
+        while line.startswith("\x1b[33m(raylet)"):  # Ray's own words of a process that has died
+            line = self.process.stdout.readline()
+        return dict(json.loads(line))
+
+    def goes_on(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_left(cluster: RayCluster) -> Iterator[None]:
-    """Neither processes nor reserved processors."""
-    yield
-    wait_for(lambda: not cluster.processes(RANK), 30)
-    wait_for(lambda: ray.available_resources().get("CPU") == 2, 30)
-
-
-def texts(llm: pagoda.LLM, params: SamplingParams = GREEDY) -> list[str]:
-    return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
-
-
-@pytest.mark.parametrize("parts", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_texts_of_two_nodes_are_those_of_one_process(cluster: RayCluster, parts: dict[str, int]) -> None:
-    with pagoda.LLM(str(MODEL), **parts, **OPTIONS) as llm:
-        (rank,) = cluster.processes(RANK)
-        assert cluster.processes(RANK, node=1) == [rank]  # this process's processor is that of the first node
-        assert texts(llm) == alone(PROMPTS)
-        assert llm.stats()["ranks"] == 2 and not ray.available_resources().get("CPU")
-
-
-def test_a_command_prints_what_one_process_does(cluster: RayCluster) -> None:
-    given = ["-tp", "2", "--distributed-executor-backend", "ray", "--dtype", "float32", "--max-tokens", "24"]
-    command = [sys.executable, "-m", "torch_pagoda", "generate", str(MODEL), "--codegen", "none", "--verify", "off"]
-    command += [*given, "--temperature", "0", "-p", PROMPTS[0]]
-    found = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert alone(PROMPTS[:1])[0] in found.stdout and "Ray" not in found.stdout
-
-
-@pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_killed_is_named_or_replaced(cluster: RayCluster, restarts: int) -> None:
-    with pagoda.LLM(str(MODEL), tensor_parallel_size=2, worker_restarts=restarts, **OPTIONS) as llm:
-        expected = texts(llm, LONG)
-        (rank,) = cluster.processes(RANK)
-        llm.submit(llm.tokenizer(PROMPTS[0]).input_ids, LONG)
-        llm.step()
-        os.kill(rank, signal.SIGKILL)
-        outputs: list[Any] = []
-        while llm.has_unfinished():
-            outputs += llm.step()
-        (completion,) = outputs[-1].outputs
-        if restarts:
-            assert completion.error is None and llm.tokenizer.decode(completion.token_ids) == expected[0]
-            assert cluster.processes(RANK, node=1) != [rank] and texts(llm, LONG) == expected
-        else:
-            assert completion.error is not None and completion.error.startswith(f"rank 1 (pid {rank}, host ")
-            assert "ended: " in completion.error and "died" in completion.error
-
-
-def test_one_that_is_killed_while_nothing_runs_is_noticed(cluster: RayCluster) -> None:
-    with pagoda.LLM(str(MODEL), tensor_parallel_size=2, worker_restarts=0, **OPTIONS) as llm:
-        (rank,) = cluster.processes(RANK)
-        os.kill(rank, signal.SIGKILL)
-        program: Any = llm.runner.program
-        failure = wait_for(lambda: program.failure)
-        assert f"rank 1 (pid {rank}, host " in str(failure)
-
-
-def test_ranks_end_with_rank_0(cluster: RayCluster) -> None:
-    leader = subprocess.Popen([sys.executable, "-c", _LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert leader.stdout is not None and leader.stdout.readline() == b"ready\n"
-    assert cluster.processes(RANK)
-    leader.kill()
-    leader.communicate()
-
-
-def test_what_the_cluster_has_not_got_is_refused(monkeypatch: pytest.MonkeyPatch, cluster: RayCluster) -> None:
-    monkeypatch.setattr(ray_placement, "PLACE_SECONDS", 1.0)
-    there = r"the cluster has 1 CPU at this host, 1 CPU at [\d.]+; 2 CPU of it free"
-    with pytest.raises(ValueError, match=f"3 ranks need 1 CPU each.* within 1 s; {there}; add hosts"):
-        pagoda.LLM(str(MODEL), tensor_parallel_size=3, **OPTIONS)
-
-
-def test_another_version_on_a_host_is_refused(monkeypatch: pytest.MonkeyPatch, cluster: RayCluster) -> None:
-    found = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "9.9" if name == "torch-pagoda" else found(name))
-    with pytest.raises(GroupFailed, match=r"rank 1 has another version of torch-pagoda than rank 0: '.*', not '9.9'"):
-        pagoda.LLM(str(MODEL), tensor_parallel_size=2, **OPTIONS)
-
-
-def test_a_host_without_a_module_is_named(monkeypatch: pytest.MonkeyPatch, cluster: RayCluster) -> None:
-    """Ray's processes do not know the folder of the tests' own modules."""
-    monkeypatch.setattr("torch_pagoda.runtime.parallel.ray_ranks.RayRank", Absent)
-    with pytest.raises(GroupFailed, match=r"rank 1 was not started by Ray: ModuleNotFoundError: No module named '"):
-        pagoda.LLM(str(MODEL), tensor_parallel_size=2, **OPTIONS)
-
-
-class Absent:
-    def begin(self) -> None: ...
-
-
-def test_a_fleet_whose_replica_fits_no_node(cluster: RayCluster) -> None:
-    """Its ranks are placed one by one; one that is killed is started again, and answers go on."""
-    (port,) = free_ports(1)
-    served = Served("--address", cluster.address, "-tp", "2", *SIZES, command="fleet", port=port)
+@contextmanager
+def leader(cluster: RayCluster, name: str) -> Iterator[Leader]:
+    """Rank 0, which is killed at the end; the others end with it."""
+    one = Leader(cluster, name)
     try:
-        assert [text for text, _ in asyncio.run(ask_each(served.url, PROMPTS))] == alone(PROMPTS)
-        (rank,) = cluster.processes(RANK)
-        (engine,) = cluster.processes("cli.engine_process")
-        nodes = [i for i in range(2) for mark in (RANK, "cli.engine_process") if cluster.processes(mark, node=i)]
-        assert nodes == [0, 1]
-        os.kill(rank, signal.SIGKILL)
-        wait_for(lambda: cluster.processes(RANK) not in ([rank], []))
-        assert [text for text, _ in asyncio.run(ask_each(served.url, PROMPTS))] == alone(PROMPTS)
-        assert cluster.processes("cli.engine_process") == [engine] and psutil.pid_exists(engine)
+        yield one
     finally:
-        assert served.stop() == 0
-    wait_for(lambda: not cluster.processes("cli.engine_process"))
+        one.process.kill()
+        one.process.communicate()
+        wait_for(lambda: not cluster.processes(RANK), 30)
+
+
+def test_a_rank_that_is_killed_is_replaced_or_named(ray_nodes: RayCluster) -> None:
+    with leader(ray_nodes, "ranks") as first:
+        found = first.says()
+        assert found["texts"] == alone(PROMPTS)
+        assert ray_nodes.processes(RANK) == found["pids"] and len(found["pids"]) == 1
+        assert found["nodes"][0] == found["here"] != found["nodes"][1]
+        first.goes_on()
+        replaced = first.says()
+        assert replaced["is_exact"] and replaced["texts"] == found["texts"]
+        assert ray_nodes.processes(RANK) == replaced["pids"] != found["pids"]
+        first.goes_on()
+        named = first.says()
+        assert named["killed"] == replaced["pids"]
+        assert named["error"].startswith(f"rank 1 (pid {named['killed'][0]}, host ")
+        assert "ended: The actor is dead because its worker process has died" in named["error"]
+        assert not ray_nodes.processes(RANK)
+
+
+def test_what_cannot_work_is_refused_and_stages_serve(ray_nodes: RayCluster) -> None:
+    with leader(ray_nodes, "refusals_and_stages") as first:
+        found = first.says()
+        assert found["too_many"].startswith("5 ranks need 2 CPU each, one of them on this host, and Ray did not find")
+        assert "within 1 s; the cluster has 2 CPU at this host, 2 CPU at " in found["too_many"]
+        assert "; 8 CPU of it free; add hosts, " in found["too_many"]
+        assert found["absent"].startswith("rank 1 was not started by Ray: ModuleNotFoundError: No module named '")
+        assert found["other_version"].startswith("rank 1 has another version of torch-pagoda than rank 0: ")
+        assert not ray_nodes.processes(RANK)
+        first.goes_on()
+        stages = first.says()
+        assert stages["texts"] == alone(PROMPTS)
+        assert ray_nodes.processes(RANK) == stages["pids"]
