@@ -209,4 +209,4 @@ def _reason(error: BaseException) -> str:
     """What Ray says in several lines: why the actor is dead, or the last line of what it raised."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     dead = [line for line in lines if line.startswith("The actor is dead because")]
-    return (dead or lines[-1:] or [type(error).__name__])[0][:500]
+    return (dead or lines[-1:] or [type(error).__name__])[0][:200]

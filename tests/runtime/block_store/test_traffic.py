@@ -129,8 +129,9 @@ def test_what_the_store_has_dropped_is_written_again_where_all_is_stored(
 
 def wait_stored(engine: Any) -> int:
     """Wait until all that was queued is in the store; returns how much that is."""
-    count = engine.num_stored()
+    count, end = engine.num_stored(), time.monotonic() + 60
     while not engine.is_stored(count):
+        assert time.monotonic() < end
         time.sleep(0.001)
     return int(count)
 
