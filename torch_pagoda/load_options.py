@@ -11,7 +11,7 @@ from .runtime.option import option
 if TYPE_CHECKING:
     import torch
 
-BACKENDS = ("mp", "external_launcher")
+BACKENDS = ("mp", "external_launcher", "ray")
 """What can start ranks."""
 MOST_SECONDS = 86_400
 
@@ -31,7 +31,8 @@ class LoadOptions:
         gguf_file: name of the GGUF file in the folder or repository, as in transformers.
         distributed_executor_backend: what starts the processes that the parallel sizes ask for: ``"mp"``, this
             process does; ``"external_launcher"``, ``torchrun`` has started them with this script, and where the rank
-            is not 0, the model follows rank 0 to its end and then raises ``SystemExit(0)``.
+            is not 0, the model follows rank 0 to its end and then raises ``SystemExit(0)``; ``"ray"``, Ray does, on
+            the hosts of the cluster that this host belongs to.
         worker_restarts: how often, in ten minutes, the processes beside this one that the parallel sizes ask
             for start again after one of them failed; then what is under way ends with an error.
         step_timeout: seconds that these processes may take for one step; one that takes longer has failed.
@@ -45,7 +46,7 @@ class LoadOptions:
     generation_config: str | os.PathLike[str] = "auto"
     trust_remote_code: bool = option(False, "Run code that comes with the checkpoint.")
     gguf_file: str | None = None
-    distributed_executor_backend: str = option("mp", "What starts the ranks: mp, or external_launcher (torchrun).")
+    distributed_executor_backend: str = option("mp", "What starts the ranks: mp, external_launcher (torchrun), ray.")
     worker_restarts: int | None = option(None, "Starts of other ranks in place of failed ones, in 10 minutes.")
     step_timeout: float = option(300.0, "Seconds after which a step of several ranks has failed.")
 
@@ -57,8 +58,8 @@ class LoadOptions:
         resolve_device(self.device)
         backend = self.distributed_executor_backend
         if backend not in BACKENDS:
-            known = " or ".join(map(repr, BACKENDS))
-            raise ValueError(f"distributed_executor_backend={backend!r} is not known; use {known}")
+            known = ", ".join(map(repr, BACKENDS))
+            raise ValueError(f"distributed_executor_backend={backend!r} is not known; use one of {known}")
         if self.worker_restarts is not None and (type(self.worker_restarts) is not int or self.worker_restarts < 0):
             raise ValueError(f"worker_restarts={self.worker_restarts!r} is not a number from 0; give one")
         if type(self.step_timeout) not in (int, float) or not 0 < self.step_timeout <= MOST_SECONDS:

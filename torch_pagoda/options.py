@@ -47,7 +47,7 @@ class ModelOptions(TypedDict, total=False):
     kv_store: str | None
     kv_store_size: int | str | None
     kv_store_key_file: str | None
-    kv_store_wait: float
+    kv_store_wait: float | None
     kv_store_write: str
     verify: str
     passes: Mapping[str, Sequence[str]] | None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,10 +21,11 @@ from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions
 from .runtime.parallel.device_group import VISIBLE, Backend, environment_of, meet_on_devices, visible_devices
 from .runtime.parallel.facts import facts
-from .runtime.parallel.follow import take_part
-from .runtime.parallel.launch import Ranks
+from .runtime.parallel.launch import Launch, Ranks
 from .runtime.parallel.messages import Message
-from .runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place, host_id
+from .runtime.parallel.ray_placement import check_ray, join_ray
+from .runtime.parallel.ray_ranks import RayRanks
+from .runtime.parallel.torchrun import LaunchedRanks, Place, follow_first, host_id
 from .runtime.parallel.workers import COMMAND
 from .runtime.processors import bind, shares, threads_per_rank
 from .runtime.restart_limit import RestartLimit
@@ -50,6 +52,9 @@ class ShippingRanks:
         launched: the others, where a launcher has started them.
         backend: of a group of NPUs, see ``DeviceGroup``; "" for CPUs.
 
+    Raises:
+        ValueError: Ray is to start them, and cannot.
+
     Attributes:
         device: that this process computes on.
         local_size: ranks on this host.
@@ -64,21 +69,31 @@ class ShippingRanks:
         backend: Backend | Literal[""] = "",
     ) -> None:
         size = compiling.world_size
-        self._model, self._loading, self._launched = os.fspath(model), loading, launched
+        self._model, self._loading = os.fspath(model), loading
         self.device = _device(backend, launched)
-        self.local_size = size if launched is None else launched.place.local_size
-        torch.set_num_threads(threads_per_rank(self.local_size))
-        known = {} if launched is None else _known(model, loading, compiling)
+        torch.set_num_threads(threads_per_rank(size if launched is None else launched.place.local_size))
         restarts = loading.worker_restarts
         self._ranks = Ranks(
             size,
             stages=compiling.pipeline_parallel_size,
-            launched=launched,
-            known=known,
+            launch=self._launch(compiling, launched),
+            known={} if launched is None else _known(model, loading, compiling),
             step_timeout=loading.step_timeout,
-            restarts=RestartLimit((0 if backend else _RESTARTS) if restarts is None else restarts),
+            restarts=RestartLimit((0 if backend or launched else _RESTARTS) if restarts is None else restarts),
             **on_devices(backend, size),
         )
+        self.local_size = 1 + sum(pid > 0 for pid in self._ranks.pids)
+
+    def _launch(self, compiling: CompileOptions, launched: LaunchedRanks | None) -> Callable[[], Launch] | None:
+        """What starts the others; None: child processes."""
+        if launched is not None:
+            return lambda: launched
+        if self._loading.distributed_executor_backend != "ray":
+            return None
+        threads, size = torch.get_num_threads(), compiling.world_size
+        if Path(self._model).exists():
+            self._model = os.path.abspath(self._model)  # the others have other working folders
+        return lambda: RayRanks(size, compiling.pipeline_parallel_size, threads, {"CPU": threads}, load_program)
 
     def load(self, shipment: Shipment) -> None:
         """Send the program; the others load it while this rank packs its own part."""
@@ -89,8 +104,8 @@ class ShippingRanks:
             "trust_remote_code": self._loading.trust_remote_code,
             "files": [] if files is None else _states(files),
             "host": host_id(),
-            "contents": [] if files is None or self._launched is None else _contents(files),
-            "processors": [] if self._launched else [sorted(share) for share in shares(self._ranks.size)],
+            "contents": [] if files is None or self._ranks.are_children else _contents(files),
+            "processors": [sorted(share) for share in shares(self._ranks.size)] if self._ranks.are_children else [],
         }
         program = torch.frombuffer(bytearray(to_bytes(shipment)), dtype=torch.uint8)
         self._ranks.load(Message("load", values, {"program": program}))
@@ -115,7 +130,8 @@ def other_ranks(
         ValueError: the model cannot be run by several ranks, or the launcher has started another number of them.
         SystemExit: this process was another rank than 0.
     """
-    size, launches = compiling.world_size, loading.distributed_executor_backend == "external_launcher"
+    size, launcher = compiling.world_size, loading.distributed_executor_backend
+    launches = launcher == "external_launcher"
     stages = compiling.pipeline_parallel_size
     place = Place.of_environment() if launches else Place(0, size, size)
     asked = f"tensor_parallel_size={compiling.tensor_parallel_size}"
@@ -131,29 +147,33 @@ def other_ranks(
     if not isinstance(model, str | os.PathLike):
         raise ValueError(f"{asked}: every rank reads the checkpoint, and a live module has none; pass its folder")
     backend: Backend | Literal[""] = ""
-    if stages > 1 and (device.type == "npu" or compiling.target == "npu"):
+    is_npu = device.type == "npu" or compiling.target == "npu"
+    if launcher == "ray":
+        if is_npu:
+            raise ValueError(
+                f"{asked}: distributed_executor_backend='ray' is for CPUs so far; use 'mp', or torchrun with "
+                "'external_launcher' where the NPUs are on several hosts"
+            )
+        check_ray("distributed_executor_backend='ray'")
+    if stages > 1 and is_npu:
         raise ValueError(f"{asked} runs on CPUs only so far; use tensor_parallel_size alone, or device='cpu'")
     if device.type == "npu":
         backend = "hccl"
         _check_devices(asked, place.local_size, loading)
     elif compiling.target == "npu":
         backend = "gloo"
-    if place.local_size > (cores := len(os.sched_getaffinity(0))):
+    if launcher != "ray" and place.local_size > (cores := len(os.sched_getaffinity(0))):
         raise ValueError(f"{asked} is more than the {cores} processors that this process may use; lower it")
     if stages > 1 and (layers := _number_of_layers(model)) is not None and layers < stages:
         raise ValueError(f"pipeline_parallel_size={stages} is more than the {layers} layers of the model; lower it")
+    if launcher == "ray":
+        join_ray("auto", log_to_driver=False)
     if place.rank == 0:
         launched = LaunchedRanks(place, stages=stages, backend=backend) if launches else None
         return ShippingRanks(model, loading, compiling, launched, backend)
     torch.set_num_threads(threads_per_rank(place.local_size))
     launched = LaunchedRanks(place, stages=stages, backend=backend)
-    channel = launched.join()
-    ends = EndsWithFirst(channel)
-    try:
-        known = facts(torch.get_num_threads()) | _known(model, loading, compiling)
-        take_part(channel, launched.meeting(launched.timeout), load_program, known)
-    finally:
-        ends.over.set()
+    follow_first(launched, load_program, facts(torch.get_num_threads()) | _known(model, loading, compiling))
     raise SystemExit(0)
 
 
@@ -208,6 +228,10 @@ def load_program(message: Message, group: RankGroup) -> Program:
         ValueError: the checkpoint is not the one that rank 0 reads.
     """
     values = message.values
+    if os.path.isabs(values["model"]) and not os.path.exists(values["model"]):
+        raise ValueError(
+            f"{values['model']!r} is not on host {socket.gethostname()}; give all hosts the checkpoint at that path"
+        )
     if values["processors"]:  # Rank 0 is the user's process, which stays where it may run.
         bind(set(values["processors"][group.rank]))
     shipment = from_bytes(memoryview(message.tensors["program"].numpy().data), Shipment)

@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..blocks import BlockGroup
 from ..blocks.prefix import longest_run
@@ -210,14 +209,17 @@ class Writer(threading.Thread):
 
     Attributes:
         written: group, host block and hash of blocks that it needs no longer; each is taken once.
+        looked_for: group and hash of blocks, and whether the store has them; each is taken once.
         num_bytes: written.
     """
 
     def __init__(self, store: BlockStore, num_heads: Sequence[int], parts: Parts) -> None:
         super().__init__(name="pagoda-kv-store-writer", daemon=True)
-        self.written: deque[Any] = deque()
+        self.written: deque[tuple[int, int, bytes]] = deque()
+        self.looked_for: deque[tuple[int, bytes, bool]] = deque()
         self.num_bytes = 0
-        self._asked: queue.SimpleQueue[tuple[int, int, bytes] | None] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[tuple[int, int, bytes] | Sequence[tuple[int, bytes]] | None]
+        self._asked = queue.SimpleQueue()
         self._store, self._num_heads, self._parts = store, num_heads, parts
 
     def ask(self, group: int, block: int, content: bytes) -> None:
@@ -228,12 +230,33 @@ class Writer(threading.Thread):
         """End behind what was asked for."""
         self._asked.put(None)
 
+    def look_for(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Look whether the store has blocks, by their groups and hashes."""
+        self._asked.put(blocks)
+
     def run(self) -> None:
         while (asked := self._asked.get()) is not None:
-            group, block, content = asked
-            keys = [entry_key(content, group, head) for head in range(self._num_heads[group])]
-            try:
-                self.num_bytes += self._store.store(keys, self._parts(group, block))
-            except Exception:
-                logger.exception("writing to the KV store failed")
-            self.written.append(asked)
+            if isinstance(asked, tuple):
+                self._write(*asked)
+                continue
+            for at in range(0, len(asked), _BLOCKS_A_CALL):
+                self._look(asked[at : at + _BLOCKS_A_CALL])
+
+    def _write(self, group: int, block: int, content: bytes) -> None:
+        try:
+            self.num_bytes += self._store.store(self._keys(group, content), self._parts(group, block))
+        except Exception:
+            logger.exception("writing to the KV store failed")
+        self.written.append((group, block, content))
+
+    def _look(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        try:
+            each = iter(self._store.known([key for block in blocks for key in self._keys(*block)]))
+            found = [all([next(each) for _ in range(self._num_heads[group])]) for group, _ in blocks]
+        except Exception:
+            logger.exception("reading the KV store failed")
+            found = [True] * len(blocks)
+        self.looked_for += [(*block, is_there) for block, is_there in zip(blocks, found, strict=True)]
+
+    def _keys(self, group: int, content: bytes) -> list[bytes]:
+        return [entry_key(content, group, head) for head in range(self._num_heads[group])]

@@ -76,7 +76,7 @@ class Traffic:
     ) -> None:
         self.figures: Counter[str] = Counter()
         self._store, self._blocks, self._wait = store, blocks, wait
-        self._least_asked = 0 if stores_all else 2
+        self._stores_all, self._least_asked = stores_all, 0 if stores_all else 2
         self._copies_a_step = _COPIES_A_STEP_OF_ALL if stores_all else _COPIES_A_STEP
         self._reader = Reader(store, blocks.groups, blocks.block_size, num_heads, parts)
         self._writer = Writer(store, num_heads, parts)
@@ -154,7 +154,18 @@ class Traffic:
             self._num_writing[group] -= 1
             self._blocks.swap_space.give_back(group, block, None if self._is_stopped else content)
             self._unwritten.pop((group, content), None)
+        while self._writer.looked_for:
+            self._note_look(*self._writer.looked_for.popleft())
         _forget_oldest(self._stored)
+
+    def _note_look(self, group: int, content: bytes, is_there: bool) -> None:
+        """Note whether the store has a block that was stored; write one again that it has dropped."""
+        if is_there:
+            self._unwritten.pop((group, content), None)
+        elif self._is_stopped or self._blocks.pools[group].lookup(content) is None:
+            self._drop(group, content)
+        else:
+            self._queue.append((group, content))
 
     def _lend(self, fetch: Fetch) -> None:
         """Give a fetch that knows what the store has host blocks to read it into."""
@@ -206,24 +217,37 @@ class Traffic:
         if start == end or self._is_stopped:
             return
         self._considered[request] = end
+        doubtful: list[tuple[int, bytes]] = []
         for content in request.block_hashes[start:end]:
             if self._asked.get(content, 0) < self._least_asked:
                 continue
             for g, pool in enumerate(self._blocks.pools):
-                if (g, content) in self._stored or pool.lookup(content) is None:
+                if pool.lookup(content) is None:
+                    continue
+                if (g, content) in self._stored:
+                    # The engine has it; whoever it was computed for may not find it in the store any more.
+                    if self._stores_all and (g, content) not in self._unwritten:
+                        doubtful.append((g, content))
+                        self._number(g, content)
                     continue
                 if len(self._queue) >= _MOST_QUEUED:
                     self.figures["kv_store_dropped_writes"] += 1
                     continue
                 self._stored[g, content] = None
                 self._queue.append((g, content))
-                self._num_queued += 1
-                self._unwritten.pop((g, content), None)  # the numbers stay in order
-                self._unwritten[g, content] = self._num_queued
+                self._number(g, content)
+        if doubtful:
+            self._writer.look_for(doubtful)
+
+    def _number(self, group: int, content: bytes) -> None:
+        """Count a block that is to be in the store."""
+        self._num_queued += 1
+        self._unwritten.pop((group, content), None)  # the numbers stay in order
+        self._unwritten[group, content] = self._num_queued
 
     @property
     def num_queued(self) -> int:
-        """Blocks that were queued for the store so far."""
+        """Blocks that were queued for the store so far, or looked for there again."""
         return self._num_queued
 
     def is_written(self, count: int) -> bool:

@@ -174,7 +174,7 @@ def open_traffic(
         blocks,
         host.num_heads,
         host.parts,
-        wait=options.kv_store_wait,
+        wait=options.store_wait,
         stores_all=options.kv_store_write == "all",
     )
 

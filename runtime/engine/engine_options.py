@@ -18,6 +18,7 @@ DEFAULT_BLOCK_SIZE = 32
 
 NPU_WARMUPS = ("full", "lazy")
 KV_STORE_WRITES = ("reused", "all")
+STORE_WAIT = 0.2
 MOST_STORE_WAIT = 60
 
 _UNITS = {"": 1, "b": 1}
@@ -68,7 +69,7 @@ class EngineOptions:
             adds. None: 16 GiB, or a tenth of what is free; of Mooncake 1 GiB.
         kv_store_key_file: file with a secret of 16 to 64 bytes that seals the entries; who does not have it can
             neither make nor change one. None: the seal finds accidents only.
-        kv_store_wait: most seconds that a request that could run waits for its blocks from the store.
+        kv_store_wait: most seconds that a request that could run waits for its blocks from the store; None: 0.2.
         kv_store_write: the blocks that are stored: ``"reused"``, those that two requests have asked for, or
             ``"all"``.
 
@@ -101,7 +102,7 @@ class EngineOptions:
     )
     kv_store_size: int | str | None = option(None, "Most bytes of that folder, or lent to Mooncake, e.g. 100GiB.")
     kv_store_key_file: str | None = option(None, "File with the secret that seals stored blocks.")
-    kv_store_wait: float = option(0.2, "Seconds that a request waits for stored blocks.")
+    kv_store_wait: float | None = option(None, "Seconds that a request waits for stored blocks; else 0.2.")
     kv_store_write: str = option("reused", "Store reused (asked for twice) or all blocks.")
 
     def __post_init__(self) -> None:
@@ -132,7 +133,7 @@ class EngineOptions:
         self._check_store()
 
     def _check_store(self) -> None:
-        wait = self.kv_store_wait
+        wait = self.store_wait
         if type(wait) not in (int, float) or not 0 <= wait <= MOST_STORE_WAIT:
             raise ValueError(
                 f"kv_store_wait={wait!r} is not a number of seconds from 0 to {MOST_STORE_WAIT}; give one"
@@ -156,6 +157,11 @@ class EngineOptions:
         """Bytes that ``min_kv_cache_memory`` stands for."""
         least = self.min_kv_cache_memory
         return None if least is None else parse_memory(least, "min_kv_cache_memory")
+
+    @property
+    def store_wait(self) -> float:
+        """Seconds that ``kv_store_wait`` stands for."""
+        return STORE_WAIT if self.kv_store_wait is None else self.kv_store_wait
 
     @property
     def store_bytes(self) -> int | None:

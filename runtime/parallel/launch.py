@@ -22,7 +22,6 @@ from .group import GroupFailed, RankGroup
 from .host_group import meet_on_host
 from .leader import LeaderProgram
 from .messages import Message, encode
-from .torchrun import LaunchedRanks
 from .watch import AnyWorker, Watch
 from .workers import COMMAND, Worker, no_more, start_workers
 
@@ -85,7 +84,7 @@ class Children:
 
 
 class Ranks:
-    """This process as rank 0, and child processes as the others, which start at once, or those of a launcher.
+    """This process as rank 0, and child processes as the others, which start at once, or what else starts them.
 
     Give them a program by ``load``, prepare this rank's own meanwhile, and lead by ``lead``. ``close``, the garbage
     collector and the end of this process end the others. They fail together: each method then raises ``GroupFailed``.
@@ -93,7 +92,7 @@ class Ranks:
     Args:
         size: number of ranks.
         stages: of a pipeline, that as many ranks each run; the first ranks run the last one.
-        launched: the others, where a launcher has started them; they do not start again.
+        launch: starts the others, at each start anew; None: as child processes.
         known: what they have to tell besides, as they do.
         command: starts one of the others; ``torch_pagoda.rank`` says which arguments follow.
         threads: of each of the others; None: as many as torch has here.
@@ -103,10 +102,11 @@ class Ranks:
         restarts: how often others are started in place of those that failed; None: three times in ten minutes.
 
     Attributes:
-        are_children: no launcher has started the others, so they are on this host.
+        are_children: the others are child processes, so they are on this host.
 
     Raises:
         OSError: a process could not be started.
+        Exception: what ``launch`` raises.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Ranks:
         size: int,
         *,
         stages: int = 1,
-        launched: LaunchedRanks | None = None,
+        launch: Callable[[], Launch] | None = None,
         known: Mapping[str, Any] = MappingProxyType({}),
         command: Sequence[str] = COMMAND,
         threads: int | None = None,
@@ -127,15 +127,11 @@ class Ranks:
         self.size, self.stages = size, stages
         self.load_timeout, self.step_timeout = load_timeout, step_timeout
         self.num_restarts = 0
-        self.are_children = launched is None
+        self.are_children = launch is None
         self._former_seconds = 0.0
         threads = torch.get_num_threads() if threads is None else threads
         self._known = {**facts(threads), **known}
-        self._launch: Callable[[], Launch] = partial(
-            Children, tuple(command), size, stages, threads, environment, meet
-        )
-        if launched is not None:
-            self._launch, restarts = lambda: launched, RestartLimit(0)
+        self._launch = launch or partial(Children, tuple(command), size, stages, threads, environment, meet)
         self._restarts = RestartLimit() if restarts is None else restarts
         self._load: Message | None = None
         self._start()
@@ -258,8 +254,8 @@ def _end(watch: Watch, launched: Launch, met: Sequence[RankGroup], pid: int) -> 
     """End the other ranks and leave the group, unless this is a fork of the process that has them."""
     if os.getpid() != pid:
         return
-    launched.close()
     watch.end(END_SECONDS)
+    launched.close()
     for group in met:
         drop_group(group.name)
         group.close()

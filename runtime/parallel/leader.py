@@ -159,10 +159,13 @@ class LeaderProgram:
             block_size: tokens per block.
 
         Raises:
-            ValueError: the ranks are not on this host, or do not divide the KV heads.
+            ValueError: the ranks are no child processes, or do not divide the KV heads.
         """
         if not self._ranks.are_children:
-            raise ValueError("kv_store: a launcher has started the ranks; use distributed_executor_backend='mp'")
+            raise ValueError(
+                "kv_store: the ranks may be on several hosts, as no child processes are; use "
+                "distributed_executor_backend='mp'"
+            )
         blocks = RankBlocks(self.caches, num_blocks, block_size, self._ranks.size)
         self._shared = blocks.shared
         return blocks
@@ -218,7 +221,7 @@ class LeaderProgram:
                     self._set_up(message, spare)
             except GroupFailed as error:
                 logger.warning("while ranks start again: %s", error)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 raise GroupFailed(0, f"cannot start the others again: {error}") from error
         return True
 

@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from ..process_state import process_state
 from .channel import Channel
 from .device_group import Backend, DeviceGroup
+from .follow import LoadProgram, take_part
 from .group import GroupFailed, RankGroup
 from .host_group import on_host
 from .stage_group import meet_in_stages
@@ -32,6 +33,7 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PROOF_BYTES = 32
 _PROOF_SECONDS = 10.0
 _GRACE_SECONDS = 2.0
+_CHECK_SECONDS = 0.2
 _RANK = struct.Struct("=I")
 
 
@@ -121,31 +123,41 @@ class LaunchedRanks:
         timeout: seconds that it waits for the others.
         stages: that they run, of a pipeline.
         backend: of graphs that exchange tensors on devices, see ``DeviceGroup``; "" for CPUs.
+        store: host and port of a store that rank 0 opens, on any port for 0; None: MASTER_ADDR and MASTER_PORT.
 
     Attributes:
         address: of this host, by which it reaches the store.
+        store: host and port of the store.
 
     Raises:
         GroupFailed: the store cannot be reached.
     """
 
     def __init__(
-        self, place: Place, timeout: float = 600.0, stages: int = 1, backend: Backend | Literal[""] = ""
+        self,
+        place: Place,
+        timeout: float = 600.0,
+        stages: int = 1,
+        backend: Backend | Literal[""] = "",
+        store: tuple[str, int] | None = None,
     ) -> None:
         self.place, self.timeout, self.stages, self.backend = place, timeout, stages, backend
         self._deadline = time.monotonic() + timeout
         try:
-            store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+            found, self.store = _open_store(store, place, timedelta(seconds=timeout))
         except (dist.DistError, ValueError, OSError) as error:
             raise GroupFailed(place.rank, f"cannot reach the launcher's store: {error}") from error
-        self._store: Any = dist.PrefixStore("torch_pagoda", store)
-        self.address = _own_address(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        self._store: Any = dist.PrefixStore("torch_pagoda", found)
+        self.address = _own_address(*self.store)
         self._listener: socket.socket | None = None
         told = [host_id(), socket.gethostname(), os.getpid()]
         self._set(f"rank {place.rank}", told)
 
-    def start(self) -> list[LaunchedWorker]:
+    def start(self, check: Callable[[], None] = lambda: None) -> list[LaunchedWorker]:
         """As rank 0: channels to all others, once they have come.
+
+        Args:
+            check: called now and then; raises where it knows that one will not come.
 
         Raises:
             GroupFailed: they have not.
@@ -153,20 +165,26 @@ class LaunchedRanks:
         key = secrets.token_bytes(_PROOF_BYTES)
         self._listener = listener = socket.create_server((self.address, 0), backlog=self.place.size)
         self._set("rank 0's channel", [self.address, listener.getsockname()[1], key.hex()])
+        listener.settimeout(_CHECK_SECONDS)
         found: dict[int, Channel] = {}
-        while missing := sorted(set(range(1, self.place.size)) - set(found)):
-            listener.settimeout(max(self._deadline - time.monotonic(), 0.001))
-            try:
-                sock, _ = listener.accept()
-            except OSError:
-                for channel in found.values():
-                    channel.close()
-                raise GroupFailed(missing[0], f"did not come within {self.timeout:g} s") from None
-            rank = _prove_as_first(sock, key)
-            if rank in missing:
-                found[rank] = Channel(sock)
-            else:
-                sock.close()
+        try:
+            while missing := sorted(set(range(1, self.place.size)) - set(found)):
+                try:
+                    sock, _ = listener.accept()
+                except TimeoutError:
+                    check()
+                    if time.monotonic() > self._deadline:
+                        raise GroupFailed(missing[0], f"did not come within {self.timeout:g} s") from None
+                    continue
+                rank = _prove_as_first(sock, key)
+                if rank in missing:
+                    found[rank] = Channel(sock)
+                else:
+                    sock.close()
+        except BaseException:
+            for channel in found.values():
+                channel.close()
+            raise
         return [self._worker(rank, found[rank]) for rank in sorted(found)]
 
     def join(self) -> Channel:
@@ -244,6 +262,35 @@ class EndsWithFirst:
         poll.poll()
         if not self.over.wait(_GRACE_SECONDS):
             os._exit(1)
+
+
+def follow_first(launched: LaunchedRanks, load_program: LoadProgram, known: Mapping[str, Any]) -> None:
+    """Be another rank than 0 to its end, or to that of rank 0.
+
+    Args:
+        launched: this process's.
+        load_program, known: see ``take_part``.
+
+    Raises:
+        Exception: see ``take_part``.
+    """
+    channel = launched.join()
+    ends = EndsWithFirst(channel)
+    try:
+        take_part(channel, launched.meeting(launched.timeout), load_program, known)
+    finally:
+        ends.over.set()
+
+
+def _open_store(
+    where: tuple[str, int] | None, place: Place, timeout: timedelta
+) -> tuple[dist.Store, tuple[str, int]]:
+    """The store of a launcher, or that of rank 0; and its host and port."""
+    if where is None:
+        found, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        return found, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store = dist.TCPStore(*where, is_master=place.rank == 0, timeout=timeout, wait_for_workers=False)
+    return store, (where[0], store.port)
 
 
 def _as_it_is(control: TorchGroup) -> RankGroup:

@@ -194,7 +194,8 @@ class Watch:
             for descriptor in sorted(self._events(poll), key=ends.__contains__):
                 if descriptor in channels and not self._hear(channels[descriptor]):
                     poll.unregister(descriptor)
-                    if channels[descriptor].pidfd < 0 and self._ends_at is None:
+                    # A child's end is told by its descriptor, which knows its status.
+                    if not isinstance(channels[descriptor], Worker) and self._ends_at is None:
                         self._note(self._ended(channels[descriptor]))
                 elif descriptor in ends and self._ends_at is None:
                     worker = ends[descriptor]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -288,3 +289,9 @@ def test_files_that_have_changed_are_refused(saved: Callable[[str], Path]) -> No
     group = LonelyGroup()
     with pytest.raises(ValueError, match="are not those that rank 0 reads; copy them, or start again"):
         load_program(launch.Message("load", values, {"program": shipment}), group)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_another_host_has_not_got_is_named(tmp_path: Path) -> None:
+    values = {"model": str(tmp_path / "absent"), "processors": []}
+    with pytest.raises(ValueError, match=f"absent' is not on host {re.escape(socket.gethostname())}; give all hosts"):
+        load_program(launch.Message("load", values), LonelyGroup())  # type: ignore[arg-type]

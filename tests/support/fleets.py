@@ -1,4 +1,4 @@
-"""Fleets on a real Ray: their processes, their metrics, and requests of the ``openai`` client."""
+"""Fleets on a real Ray: their metrics, and requests of the ``openai`` client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import openai
-import psutil
 
 from torch_pagoda import LLM, SamplingParams
 
@@ -17,23 +16,10 @@ PROMPTS = [f"{name}, which returns a list of all names that the module defines" 
 TERMS: dict[str, Any] = {"model": "tiny", "max_tokens": 24, "temperature": 0}
 LONG: dict[str, Any] = {**TERMS, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
 SIZES = ("--max-model-len", "512", "--block-size", "4", "--dtype", "float32", "--served-model-name", "tiny")
-BACK_SECONDS = 180.0
 
 
 def client_of(url: str) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", timeout=PATIENCE, max_retries=0)
-
-
-def processes(pid: int, mark: str) -> list[int]:
-    """Ids of the descendants of a process that have a text in their commands."""
-    found = []
-    for process in psutil.Process(pid).children(recursive=True):
-        try:
-            if mark in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except psutil.NoSuchProcess:
-            continue
-    return found
 
 
 def metric(text: str, name: str) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -39,7 +41,11 @@ _COMMAND = (
         ("2", {"tensor_parallel_size": 4, **BACKEND}, "has started 2 processes; use tensor_parallel_size=2"),
         ("2", BACKEND, "has started 2 processes; use tensor_parallel_size=2"),
         (None, {"tensor_parallel_size": 2, **BACKEND}, "needs RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT in the env"),
-        (None, {"distributed_executor_backend": "ray"}, "'ray' is not known; use 'mp' or 'external_launcher'"),
+        (
+            None,
+            {"distributed_executor_backend": "ax"},
+            "'ax' is not known; use one of 'mp', 'external_launcher', 'ray'",
+        ),
         (None, {"worker_restarts": -1}, "worker_restarts=-1 is not a number from 0; give one"),
         (None, {"step_timeout": 0}, "step_timeout=0 is not a number of seconds from 0 to 86400; give one"),
         (None, {"step_timeout": float("nan")}, "step_timeout=nan is not a number of seconds"),
@@ -67,6 +73,31 @@ def place(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("version", "options", "told"),
+    [
+        (None, {}, "distributed_executor_backend='ray' needs Ray; install it: pip install 'torch-pagoda[fleet]'"),
+        ("2.59.0", {}, "needs Ray from 2.60 to below 2.62, and 2.59.0 is installed"),
+        (
+            "2.61.1",
+            {"target": "npu"},
+            "tensor_parallel_size=2: distributed_executor_backend='ray' is for CPUs so far",
+        ),
+    ],
+)
+def test_ray_is_refused_where_it_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, version: str | None, options: dict[str, Any], told: str
+) -> None:
+    def found(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version
+
+    monkeypatch.setattr(importlib.metadata, "version", found)
+    with pytest.raises(ValueError, match=re.escape(told)):
+        LLM("/no/such/model", tensor_parallel_size=2, distributed_executor_backend="ray", **options)
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (("serve", "-dp", "2"), "--data-parallel-size 2: a launcher starts the ranks of one engine"),
@@ -81,6 +112,13 @@ def test_commands_refuse_what_cannot_work(
     with pytest.raises(SystemExit) as ended:
         cli.main([*arguments, "/no/such/model", *COMMAND_OPTIONS])
     assert ended.value.code == 2 and told in capsys.readouterr().err
+
+
+def test_several_engines_are_not_for_ray(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", "-dp", "2", "/no/such/model", "--distributed-executor-backend", "ray"])
+    assert ended.value.code == 2
+    assert "-parallel-size 2: with Ray it is for the ranks of one engine; use pagoda fleet" in capsys.readouterr().err
 
 
 def test_only_rank_0_serves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> list[FleetPlan]:
     made: list[FleetPlan] = []
     ray, deployments = ModuleType("ray"), ModuleType("torch_pagoda.serving.fleet.deployments")
     ray.cluster_resources = lambda: {"CPU": 16.0}  # type: ignore[attr-defined]
+    ray.nodes = lambda: [{"Alive": True, "Resources": {"CPU": 16.0}}]  # type: ignore[attr-defined]
     ray.is_initialized = lambda: True  # type: ignore[attr-defined]
     ray.shutdown = lambda: None  # type: ignore[attr-defined]
     ray.serve = ModuleType("ray.serve")  # type: ignore[attr-defined]
@@ -76,7 +77,7 @@ def test_without_a_cluster_each_rank_gets_a_processor(
     plans: list[FleetPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: False)
-    monkeypatch.delattr(sys.modules["ray"], "cluster_resources")
+    monkeypatch.delattr(sys.modules["ray"], "nodes")
     app({"model": "m", "replicas": 2, "tensor_parallel_size": 3})
     assert plans[0].cpus == 3
 
@@ -105,13 +106,63 @@ def test_wrong_arguments_are_refused(plans: list[FleetPlan], arguments: dict[str
 
 def test_replicas_that_compute_prompts_store_all_and_the_others_wait_for_it(plans: list[FleetPlan]) -> None:
     app({"model": str(MODEL), **STORE, "replicas": 3, "autoscaling_config": {"max_replicas": 4}})
-    app({"model": str(MODEL), **STORE, "kv_store_wait": 3.0, "cpus_per_replica": 2})
+    app({"model": str(MODEL), **STORE, "kv_store_wait": 0.2, "cpus_per_replica": 2})
     first, second = plans
     assert first.prefill is not None and second.prefill is not None
     assert (first.replicas, first.prefill.replicas, first.prefill.autoscaling) == (3, 1, None)
     assert first.cpus == first.prefill.cpus == 16 // (4 + 1) and second.prefill.cpus == 2
-    assert first.prefill.options == {**first.options, "kv_store_write": "all", "kv_store_wait": 0.2}
-    assert (first.options["kv_store_wait"], second.options["kv_store_wait"]) == (10.0, 3.0)
+    others = {name: value for name, value in first.options.items() if name != "kv_store_wait"}
+    assert first.prefill.options == {**others, "kv_store_write": "all"}
+    assert (first.options["kv_store_wait"], second.options["kv_store_wait"]) == (10.0, 0.2)
+
+
+def hosts(monkeypatch: pytest.MonkeyPatch, *processors: float) -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": each}} for each in processors]
+    gone = {"Alive": False, "Resources": {"CPU": 99.0}}
+    monkeypatch.setattr(sys.modules["ray"], "nodes", lambda: [*nodes, {"Alive": True, "Resources": {}}, gone])
+
+
+@pytest.mark.parametrize(
+    ("processors", "given", "expected"),
+    [
+        ((1, 1), {"tensor_parallel_size": 2}, (2, 2)),
+        ((8, 8), {"tensor_parallel_size": 8}, (8, 0)),
+        ((8, 4), {"tensor_parallel_size": 2, "pipeline_parallel_size": 8}, (16, 16)),
+        ((12, 12), {"tensor_parallel_size": 3, "pipeline_parallel_size": 5}, (15, 15)),
+        ((16, 16), {"tensor_parallel_size": 2, "replicas": 3}, (8, 0)),
+        ((8, 8), {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, (16, 2)),
+        ((8, 8), {"tensor_parallel_size": 2, "cpus_per_replica": 13}, (12, 2)),
+        ((8, 8), {"tensor_parallel_size": 4, "cpus_per_replica": 2, "distributed_executor_backend": "ray"}, (2, 4)),
+        ((8, 8), {"distributed_executor_backend": "ray"}, (8, 0)),
+    ],
+)
+def test_ranks_that_fit_no_host_are_placed_one_by_one(
+    plans: list[FleetPlan],
+    monkeypatch: pytest.MonkeyPatch,
+    processors: tuple[float, ...],
+    given: dict[str, Any],
+    expected: tuple[float, int],
+) -> None:
+    hosts(monkeypatch, *processors)
+    app({"model": "m", **given})
+    assert (plans[0].cpus, plans[0].spread) == expected
+    backend = plans[0].options.get("distributed_executor_backend")
+    assert (backend == "ray") == (plans[0].spread > 0 or "distributed_executor_backend" in given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cpus_per_replica": 18}, "--cpus-per-replica 18 are 9 for each of 2 ranks, and no host has more than 8"),
+        ({"cpus_per_replica": 12, "kv_store": "folder:///nowhere"}, "does not work where the 2 ranks of a replica"),
+    ],
+)
+def test_ranks_on_several_hosts_that_cannot_work_are_refused(
+    plans: list[FleetPlan], monkeypatch: pytest.MonkeyPatch, given: dict[str, Any], message: str
+) -> None:
+    hosts(monkeypatch, 8, 8)
+    with pytest.raises(ValueError, match=message):
+        app({"model": "m", "tensor_parallel_size": 2, **given})
 
 
 def test_more_replicas_than_a_host_has_processors_for_are_refused(

@@ -96,7 +96,7 @@ def startup(model: Model, own: StartupOptions, engine: dict[str, Any]) -> None:
     """Start the model in new processes and show the seconds to the first token, by phase."""
     with one_line_errors(own.debug):
         _check(own, num_iters_cold=own.num_iters_cold, num_iters_warm=own.num_iters_warm)
-        if engine.get("distributed_executor_backend", "mp") != "mp":
+        if engine.get("distributed_executor_backend", "mp") == "external_launcher":
             raise ValueError("a launcher starts each process once, and this starts several; use bench latency")
         rows = []
         with tempfile.TemporaryDirectory() as folder:

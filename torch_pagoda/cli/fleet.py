@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib
 import json
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..runtime.option import option
+from ..runtime.parallel.ray_placement import check_ray, join_ray
 from ..serving.settings import Settings
 from .engine_options import ENGINE_PANELS, LLM_OPTIONS
 from .errors import one_line_errors
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
     from ..serving.fleet.plan import FleetPlan
-
-_RAY = ((2, 60), (2, 62))
-"""The first version of Ray that this runs with, and the first not tried: Serve's interface to routers is alpha."""
 
 _STORE_WAIT = 10.0
 """``kv_store_wait`` by default where another replica has just stored the blocks, in seconds."""
@@ -158,7 +156,7 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
 
     check_logs(own)
     options = own.llm_options(engine)
-    if options.get("distributed_executor_backend", "mp") != "mp":
+    if options.get("distributed_executor_backend", "mp") == "external_launcher":
         raise ValueError("a fleet starts the ranks of a replica itself; leave out --distributed-executor-backend")
     text = own.autoscaling_config
     autoscaling = None if text is None else json_object("--autoscaling-config", text)
@@ -166,15 +164,22 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     sequences = options.get("max_num_seqs", EngineOptions.max_num_seqs)
     queue = QUEUE_PER_SEQUENCE * sequences * most if settings.max_queue is None else settings.max_queue
     # "serve run" makes the application before it joins a cluster.
-    there = float(ray.cluster_resources().get("CPU", 0)) if ray.is_initialized() else 0.0
-    share = there // max(most + own.prefill_replicas, 1)
+    nodes = ray.nodes() if ray.is_initialized() else []
+    hosts = [float(node["Resources"].get("CPU", 0)) for node in nodes if node["Alive"]]
+    count = max(most + own.prefill_replicas, 1)
+    share = share_of_hosts(hosts, count)
 
     def of_ranks(plan: FleetPlan, options: Mapping[str, Any]) -> FleetPlan:
         """The plan with these options, and what Ray reserves for them."""
         ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         cpus = max(float(ranks), share) if own.cpus_per_replica is None else own.cpus_per_replica
         npus = ranks if str(options.get("device", "auto")).startswith("npu") else 0
-        return replace(plan, options=options, cpus=cpus, npus=npus)
+        plan = replace(plan, options=options, cpus=cpus, npus=npus)
+        is_asked = options.get("distributed_executor_backend", "mp") == "ray"
+        if ranks == 1 or npus or not (is_asked or cpus > max(hosts, default=cpus)):
+            return plan
+        part = cpus / ranks if own.cpus_per_replica is not None else max(share_of_hosts(hosts, count * ranks), 1.0)
+        return _spread(plan, ranks, part // 1 or part, hosts)
 
     plan = FleetPlan(
         model=_absolute(model),
@@ -198,6 +203,44 @@ def make_plan(model: str, own: FleetOptions, settings: Settings, engine: Mapping
     return replace(of_ranks(plan, to_decode), prefill=prefill)
 
 
+def share_of_hosts(hosts: Sequence[float], count: int) -> float:
+    """The most processors, a whole number, that so many can have each, every one on a single host; 0: there are too
+    few.
+
+    Args:
+        hosts: processors of each.
+        count: of those that share them.
+    """
+    most = int(max(hosts, default=0))
+    return float(next((share for share in range(most, 0, -1) if sum(host // share for host in hosts) >= count), 0))
+
+
+def _spread(plan: FleetPlan, ranks: int, part: float, hosts: Sequence[float]) -> FleetPlan:
+    """The plan with ranks that may be on several hosts.
+
+    Args:
+        plan: of replicas.
+        ranks: of each.
+        part: processors of a rank.
+        hosts: processors of each host; none where they are not known.
+
+    Raises:
+        ValueError: no host has these, or ``kv_store`` is to share blocks of these ranks.
+    """
+    if hosts and part > max(hosts):
+        raise ValueError(
+            f"--cpus-per-replica {plan.cpus:g} are {part:g} for each of {ranks} ranks, and no host has more than "
+            f"{max(hosts):g}; lower it"
+        )
+    if plan.options.get("kv_store") is not None:
+        raise ValueError(
+            f"--kv-store does not work where the {ranks} ranks of a replica may be on several hosts; omit it, or let "
+            "them fit on one, with fewer ranks or --cpus-per-replica"
+        )
+    options = {**plan.options, "distributed_executor_backend": "ray"}
+    return replace(plan, options=options, cpus=part * ranks, spread=ranks)
+
+
 def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str, Any]]:
     """The engines' options where some compute prompts, and others read what those have stored.
 
@@ -206,7 +249,6 @@ def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str
     """
     from ..block_fingerprint import storable_files
     from ..options import split_options
-    from ..runtime.engine.engine_options import EngineOptions
 
     options = dict(plan.options)
     if options.get("kv_store") is None:
@@ -216,7 +258,7 @@ def _apart(own: FleetOptions, plan: FleetPlan) -> tuple[dict[str, Any], dict[str
     prefill = {**options, "kv_store_write": "all"}
     if own.prefill_tensor_parallel_size is not None:
         prefill["tensor_parallel_size"] = own.prefill_tensor_parallel_size
-    if options.get("kv_store_wait", EngineOptions.kv_store_wait) == EngineOptions.kv_store_wait:
+    if options.get("kv_store_wait") is None:
         options["kv_store_wait"] = _STORE_WAIT
     for each in (prefill, options):
         loading, _, compiling = split_options(each, owns_weights=True)
@@ -251,14 +293,7 @@ def _check_ray() -> None:
         ValueError: one line with the remedy.
     """
     check_extra("pagoda fleet", (*NEEDED, "ray"), "fleet")
-    version = importlib.metadata.version("ray")
-    found = tuple(int(part) for part in version.split(".")[:2])
-    first, end = (".".join(map(str, of)) for of in _RAY)
-    if not _RAY[0] <= found < _RAY[1]:
-        raise ValueError(
-            f"pagoda fleet needs Ray from {first} to below {end}, and {version} is installed; "
-            "install it: pip install 'torch-pagoda[fleet]'"
-        )
+    check_ray("pagoda fleet")
     try:
         importlib.import_module("ray.serve")
     except ImportError as error:
@@ -271,23 +306,13 @@ def _join_ray(address: str | None) -> bool:
     Raises:
         ValueError: the cluster cannot be joined.
     """
-    import ray
-
     address = address or os.environ.get("RAY_ADDRESS")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")
-    try:
-        if address is None:
-            ray.init(address="local", include_dashboard=False, log_to_driver=True, configure_logging=False)
-        else:
-            ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = "on this host" if address is None else f"at {address}"
-        raise ValueError(
-            f"Ray {where} cannot be used: {' '.join(str(error).split())[:500]}; start it with 'ray start --head', "
-            f"of the version that is installed here ({ray.__version__}); where it asks for a token, set "
-            "RAY_AUTH_MODE=token"
-        ) from error
+    if address is None:
+        join_ray("local", include_dashboard=False, log_to_driver=True)
+    else:
+        join_ray(address, log_to_driver=False)
     return address is None
 
 

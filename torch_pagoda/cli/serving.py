@@ -155,10 +155,12 @@ def _check_engines(count: int, options: Mapping[str, Any]) -> None:
         raise ValueError(f"--data-parallel-size {count} is below 1; use 1 or more")
     if count == 1:
         return
-    if options.get("distributed_executor_backend", "mp") != "mp":
-        raise ValueError(
-            f"--data-parallel-size {count}: a launcher starts the ranks of one engine; start one server for each"
-        )
+    backend = options.get("distributed_executor_backend", "mp")
+    if backend != "mp":
+        starts, instead = "a launcher starts", "start one server for each"
+        if backend == "ray":
+            starts, instead = "with Ray it is for", f"use pagoda fleet --replicas {count}"
+        raise ValueError(f"--data-parallel-size {count}: {starts} the ranks of one engine; {instead}")
     if resolve_device(options.get("device", "auto")).type != "cpu":
         raise ValueError(f"--data-parallel-size {count} runs on CPUs only so far; start one server for each device")
     ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)

@@ -110,6 +110,32 @@ def test_what_one_request_has_asked_for_is_not_stored(tmp_path: Path) -> None:
     other.shutdown()
 
 
+@pytest.mark.parametrize("lost", [slice(0), slice(None), slice(3, 9)], ids=str)
+def test_what_the_store_has_dropped_is_written_again_where_all_is_stored(
+    make: Callable[[], Any], tmp_path: Path, lost: slice
+) -> None:
+    engine = store_engine(make(), tmp_path)
+    answers(engine, [PROMPT])
+    written = wait_stored(engine)
+    for path in entries(tmp_path)[lost]:
+        path.unlink()
+    assert cached(engine, [PROMPT]) == [80] and engine.num_stored() > written
+    wait_stored(engine)
+    other = store_engine(make(), tmp_path)
+    assert cached(other, [PROMPT]) == [80] and answers(other, [PROMPT]) == right(make, [PROMPT])
+    engine.shutdown()
+    other.shutdown()
+
+
+def wait_stored(engine: Any) -> int:
+    """Wait until all that was queued is in the store; returns how much that is."""
+    count, end = engine.num_stored(), time.monotonic() + 60
+    while not engine.is_stored(count):
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return int(count)
+
+
 def test_salts_share_nothing(tmp_path: Path) -> None:
     engine = store_engine(ToyProgram(), tmp_path)
     answers(engine, [PROMPT], cache_salt="a")

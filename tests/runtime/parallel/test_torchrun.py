@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,12 +18,12 @@ import toy_ranks
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.parallel.channel import ChannelClosed
 from torch_pagoda.runtime.parallel.facts import facts
-from torch_pagoda.runtime.parallel.follow import take_part
 from torch_pagoda.runtime.parallel.group import GroupFailed
 from torch_pagoda.runtime.parallel.launch import Ranks
 from torch_pagoda.runtime.parallel.messages import Message
-from torch_pagoda.runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place
+from torch_pagoda.runtime.parallel.torchrun import EndsWithFirst, LaunchedRanks, Place, follow_first
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.restart_limit import RestartLimit
 
 from toy_program import LAYERS, VOCAB, ToyProgram
 
@@ -54,11 +55,7 @@ def fork(function: Callable[[], Any]) -> int:
 
 
 def follow_toy(**known: Any) -> None:
-    launched = LaunchedRanks(Place.of_environment(), 30)
-    channel = launched.join()
-    ends = EndsWithFirst(channel)
-    take_part(channel, launched.meeting(30), toy_ranks.load_program, facts(1) | known)
-    ends.over.set()
+    follow_first(LaunchedRanks(Place.of_environment(), 30), toy_ranks.load_program, facts(1) | known)
 
 
 @pytest.fixture
@@ -68,7 +65,8 @@ def ranks() -> Iterator[Callable[..., tuple[Ranks, int]]]:
 
     def make(known: dict[str, Any], **theirs: Any) -> tuple[Ranks, int]:
         pid = fork(lambda: follow_toy(**theirs))
-        ranks = Ranks(2, threads=1, launched=LaunchedRanks(Place.of_environment(), 30), known=known)
+        launched = LaunchedRanks(Place.of_environment(), 30)
+        ranks = Ranks(2, threads=1, launch=lambda: launched, restarts=RestartLimit(0), known=known)
         made.append((ranks, pid))
         return ranks, pid
 
@@ -98,6 +96,28 @@ def test_tokens_are_those_of_one_process_and_the_others_end_well(ranks):
     assert type(lead.group).__name__ == "HostGroup"
     made.shutdown()
     assert ended(pid) == 0
+
+
+def test_they_meet_at_a_store_that_rank_0_opens(monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR")
+    launched = LaunchedRanks(place_of(0), 30, store=("127.0.0.1", 0))
+    other = partial(LaunchedRanks, place_of(1), 30, store=launched.store)
+    pid = fork(lambda: follow_first(other(), toy_ranks.load_program, facts(1)))
+    made = engine(Ranks(2, threads=1, launch=lambda: launched))
+    (output,) = made.generate(PROMPTS[:1], GREEDY)
+    assert list(output.outputs[0].token_ids) == ToyProgram(dtype=torch.float64).dense_greedy(PROMPTS[0], 12)
+    made.shutdown()
+    assert ended(pid) == 0
+
+
+def test_one_that_is_known_not_to_come_is_not_waited_for():
+    def check() -> None:
+        raise GroupFailed(1, "ended: it has no such module")
+
+    launched = LaunchedRanks(place_of(0), 600, store=("127.0.0.1", 0))
+    with pytest.raises(GroupFailed, match="rank 1 ended: it has no such module"):
+        launched.start(check)
+    launched.close()
 
 
 def test_hosts_that_share_no_memory_use_tcp(ranks, monkeypatch):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ray_clusters import RayCluster, ray_cluster
 from transformers import AutoTokenizer
 
 from torch_pagoda.serving.app import make_app
@@ -60,6 +61,13 @@ def serve(engine: FakeEngine, tokenizer: Any) -> Serve:
         app.state.front.close()
 
     return opened
+
+
+@pytest.fixture(scope="session")
+def ray_nodes() -> Iterator[RayCluster]:
+    """A cluster of four nodes with two processors each."""
+    with ray_cluster(2, 2, 2, 2) as cluster:
+        yield cluster
 
 
 @pytest.fixture

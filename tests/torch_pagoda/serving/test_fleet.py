@@ -5,28 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from fleets import (
-    BACK_SECONDS,
-    PROMPTS,
-    SIZES,
-    alone,
-    ask_each,
-    ask_many,
-    client_of,
-    metric,
-    plain,
-    processes,
-    streamed,
-)
+from fleets import PROMPTS, SIZES, alone, ask_each, ask_many, client_of, metric, plain, streamed
+from ray_clusters import free_ports, processes, wait_for
 
-from served import PATIENCE, Served
+from served import Served
 
 pytestmark = pytest.mark.fleet
 pytest.importorskip("ray.serve", reason="a fleet needs Ray: pip install 'torch-pagoda[fleet]'")
@@ -34,8 +22,7 @@ pytest.importorskip("ray.serve", reason="a fleet needs Ray: pip install 'torch-p
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Served]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     served = Served("--replicas", "2", "-tp", "1", "--cpus-per-replica", "1", *SIZES, command="fleet", port=port)
     yield served
     if served.process.poll() is None:
@@ -65,9 +52,7 @@ async def ask_and_kill(fleet: Served, victim: int) -> tuple[list[str], list[tupl
 def wait_until_back(fleet: Served, restarts: int) -> float:
     """Wait until two replicas take requests; returns the seconds."""
     begin = time.monotonic()
-    while figures(fleet, "pagoda:engine_restarts_total") != [restarts] or fleet.get("/health") != {}:
-        assert time.monotonic() < begin + BACK_SECONDS, fleet.errors[-3000:]
-        time.sleep(0.5)
+    wait_for(lambda: figures(fleet, "pagoda:engine_restarts_total") == [restarts] and fleet.get("/health") == {})
     return time.monotonic() - begin
 
 
@@ -113,7 +98,4 @@ def test_a_signal_lets_what_is_under_way_end(fleet: Served) -> None:
     assert fleet.stop() == 0
     thread.join()
     assert found[0][1] is None and found[0][0]
-    end = time.monotonic() + PATIENCE
-    while any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in everything):
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for(lambda: not any(psutil.pid_exists(p) and psutil.Process(p).status() != "zombie" for p in everything))

@@ -6,43 +6,25 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import secrets
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator
 
-import psutil
 import pytest
-from fleets import (
-    BACK_SECONDS,
-    PROMPTS,
-    SIZES,
-    alone,
-    ask_each,
-    ask_many,
-    client_of,
-    metric,
-    plain,
-    processes,
-    streamed,
-)
+from fleets import PROMPTS, SIZES, alone, ask_each, ask_many, client_of, metric, plain, streamed
+from ray_clusters import BIN, RayCluster, free_ports, started, wait_for
 
-from served import MODEL, PATIENCE, Served, cache_folder
+from served import MODEL, PATIENCE, Served
 
 pytestmark = pytest.mark.fleet
 pytest.importorskip("ray.serve", reason="a fleet needs Ray: pip install 'torch-pagoda[fleet]'")
 
-BIN = Path(sys.executable).parent
 MASTER = shutil.which("mooncake_master", path=f"{BIN}:{os.environ['PATH']}")
+RANK = "ray::RayRank"
 TOKENS = 80
 """Few: of two ranks on a busy machine, each step waits for both."""
 AUTOSCALING = {
@@ -51,49 +33,17 @@ AUTOSCALING = {
 }
 
 
-def free_ports(count: int) -> list[int]:
-    listening = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in listening]
-    for one in listening:
-        one.close()
-    return ports
-
-
-@contextmanager
-def started(argv: list[str], patience: float = 30.0, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is ended with all that it has started, which have so many seconds for that."""
-    process = subprocess.Popen(argv, **options)
-    try:
-        yield process
-    finally:
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        process.terminate()
-        psutil.wait_procs(family, patience)
-        for one in family:
-            if one.is_running():
-                one.kill()
-        process.wait()
-
-
-def wait_for(what: Callable[[], Any], seconds: float = BACK_SECONDS) -> Any:
-    """What it returns, once that is true."""
-    end = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < end
-        time.sleep(0.3)
-    return found
-
-
 class Cluster:
-    """A Ray of its own with room for eight processors.
+    """Four nodes with two processors each, and Serve on them.
 
     Attributes:
         address: for ``--address``.
         port: of Serve's proxy.
+        processes: see ``RayCluster``.
     """
 
-    def __init__(self, pid: int, address: str, port: int) -> None:
-        self.pid, self.address, self.port = pid, address, port
+    def __init__(self, cluster: RayCluster, port: int) -> None:
+        self.address, self.processes, self.port = cluster.address, cluster.processes, port
 
     @property
     def url(self) -> str:
@@ -112,37 +62,23 @@ class Cluster:
         found = metric(self.text("/metrics"), name)
         return {labels.partition('engine="')[2].partition('"')[0]: value for labels, value in found.items()}
 
-    def processes(self, mark: str) -> list[int]:
-        return processes(self.pid, mark)
-
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    gcs, client, serve = free_ports(3)
-    head = ["start", "--head", "--block", f"--port={gcs}", f"--ray-client-server-port={client}", "--num-cpus=8"]
-    head += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
-    with pytest.MonkeyPatch.context() as patch:
-        # Ray takes a token that it finds in the home folder, but only where it starts a cluster.
-        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        for name, value in {**token, "RAY_worker_niceness": "0"}.items():
-            patch.setenv(name, value)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_PAGODA_CACHE": str(cache_folder())}
-        argv = [str(BIN / "ray"), *head]
-        with started(argv, patience=0, env=environment, stdout=subprocess.DEVNULL) as process:
-            wait_for(lambda: processes(process.pid, "raylet/raylet"))
-            address = f"127.0.0.1:{gcs}"
-            subprocess.run([BIN / "serve", "start", "--address", address, "--http-port", str(serve)], check=True)
-            yield Cluster(process.pid, address, serve)
+def cluster(ray_nodes: RayCluster) -> Iterator[Cluster]:
+    (port,) = free_ports(1)
+    start = ["start", "--address", ray_nodes.address, "--http-port", str(port), "--proxy-location", "HeadOnly"]
+    subprocess.run([BIN / "serve", *start], check=True)
+    yield Cluster(ray_nodes, port)
 
 
 @pytest.fixture(scope="class")
 def fleet(cluster: Cluster) -> Iterator[Served]:
-    """One replica of two ranks, which become two under load."""
-    given = ("--autoscaling-config", json.dumps(AUTOSCALING), "-tp", "2", "--cpus-per-replica", "2")
+    """One replica of two ranks, which become two under load; no node has room for a replica."""
+    given = ("--autoscaling-config", json.dumps(AUTOSCALING), "-tp", "2", "--cpus-per-replica", "4")
     served = Served("--address", cluster.address, *given, *SIZES, command="fleet", port=cluster.port)
     yield served
     assert served.stop() == 0
-    wait_for(lambda: not cluster.processes("ServeReplica:pagoda"))
+    wait_for(lambda: not cluster.processes("ServeReplica:pagoda") + cluster.processes(RANK))
     assert cluster.processes("raylet")  # it is not the fleet's own
 
 
@@ -150,7 +86,7 @@ class TestRanks:
     def test_replicas_of_two_ranks_come_with_the_load_and_go(self, cluster: Cluster, fleet: Served) -> None:
         found = asyncio.run(ask_each(fleet.url, PROMPTS))
         assert [text for text, _ in found] == alone(PROMPTS)
-        assert len(cluster.processes("torch_pagoda.rank")) == 1
+        assert len(cluster.processes(RANK)) == 1
         expected = asyncio.run(ask_many(fleet.url, 2, TOKENS))
 
         async def ask_until_two() -> list[str]:
@@ -169,11 +105,19 @@ class TestRanks:
         begin = time.monotonic()
         assert set(asyncio.run(ask_until_two())) == set(expected)
         print(f"\na second replica took requests after {time.monotonic() - begin:.0f} s of load")
-        assert len(cluster.processes("torch_pagoda.rank")) == 2
+        assert len(cluster.processes(RANK)) == 2
         begin = time.monotonic()
-        wait_for(lambda: len(cluster.processes("torch_pagoda.rank")) == 1)
+        wait_for(lambda: len(cluster.processes(RANK)) == 1)
         print(f"it was gone after {time.monotonic() - begin:.0f} s without load")
         assert asyncio.run(ask_many(fleet.url, 2, TOKENS)) == expected
+
+    def test_a_rank_that_is_killed_is_started_again(self, cluster: Cluster, fleet: Served) -> None:
+        engines, (rank,) = cluster.processes("cli.engine_process"), cluster.processes(RANK)
+        before = asyncio.run(ask_many(fleet.url, 2, TOKENS))
+        os.kill(rank, signal.SIGKILL)
+        wait_for(lambda: cluster.processes(RANK) not in ([rank], []))
+        assert asyncio.run(ask_many(fleet.url, 2, TOKENS)) == before
+        assert cluster.processes("cli.engine_process") == engines
 
     def test_a_front_that_is_killed_ends_its_streams_and_another_finds_the_replicas(
         self, cluster: Cluster, fleet: Served
@@ -227,7 +171,8 @@ def test_prefill_and_decode_apart_under_serve_run(cluster: Cluster, mooncake: st
     }
     arguments = [f"{name}={value}" for name, value in given.items()]
     run = ["run", "--address", cluster.address, "--name", "apart", "torch_pagoda.fleet:app", *arguments]
-    with started([str(BIN / "serve"), *run], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL):
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with started([str(BIN / "serve"), *run], end=signal.SIGINT, **quiet):  # which ends Serve, too
         wait_for(lambda: cluster.text("/metrics").count('block_size="4"') == 2)
         prompts = [f"{prompt} 1" for prompt in PROMPTS]
         expected = alone(prompts)

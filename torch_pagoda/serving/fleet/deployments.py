@@ -19,6 +19,7 @@ from ray.serve.handle import DeploymentHandle
 from ...checkpoint.configs import load_tokenizer
 from ...checkpoint.loading import checkpoint_files
 from ...checkpoint.weights_digest import weights_digest
+from ...runtime.parallel.ray_placement import hand_on
 from ...runtime.restart_limit import RestartLimit
 from ..app import load_formats, make_app
 from ..engine_process.process_client import ProcessClient
@@ -50,6 +51,8 @@ class Engines:
 
     async def __init__(self, plan: FleetPlan) -> None:  # type: ignore[misc]  # Serve awaits it
         set_up_logs(plan.log_format)
+        if plan.spread:
+            hand_on()
         self._name = serve.get_replica_context().replica_id.unique_id
         start = Start(
             plan.model,
@@ -183,9 +186,11 @@ def application(plan: FleetPlan) -> serve.Application:
 
 def _engines(plan: FleetPlan, name: str) -> Any:
     """A deployment of engines, bound."""
-    options: dict[str, Any] = {"num_cpus": plan.cpus}
-    if plan.npus:
-        options["resources"] = {"NPU": plan.npus}
+    ranks = plan.spread or 1
+    others = {"NPU": plan.npus / ranks} if plan.npus else {}
+    places: dict[str, Any] = {}
+    if plan.spread:
+        places["placement_group_bundles"] = [{"CPU": plan.cpus / ranks, **others}] * ranks
     number: dict[str, Any] = {"num_replicas": plan.replicas}
     if plan.autoscaling is not None:
         number = {"autoscaling_config": {"initial_replicas": plan.replicas, **plan.autoscaling}}
@@ -193,7 +198,8 @@ def _engines(plan: FleetPlan, name: str) -> Any:
         Engines,
         name=name,
         **number,
-        ray_actor_options=options,
+        **places,
+        ray_actor_options={"num_cpus": plan.cpus / ranks, "resources": others},
         max_ongoing_requests=_MOST_CALLS,
         logging_config={"enable_access_log": False},  # the front has its own
         health_check_period_s=_HEALTH_SECONDS,

@@ -25,6 +25,8 @@ class FleetPlan:
         autoscaling: fields of Serve's ``AutoscalingConfig``; None: the number stays.
         cpus: processors that Ray reserves for a replica, and threads of its engine.
         npus: NPUs that Ray reserves for a replica.
+        spread: ranks that Ray places one by one, on several hosts where one has no room for all; 0: the engine
+            process starts them beside it.
         log_format: of all processes.
         log_requests: what the front logs of each request.
         prefill: the same of the replicas that compute prompts for the others; None: there are none.
@@ -39,6 +41,7 @@ class FleetPlan:
     autoscaling: Mapping[str, Any] | None = None
     cpus: float = 1.0
     npus: int = 0
+    spread: int = 0
     log_format: LogFormat = "text"
     log_requests: LogRequests = "ids"
     prefill: FleetPlan | None = None
