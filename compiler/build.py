@@ -26,7 +26,7 @@ from .capture.trace import Captured, capture
 from .costs.schedules import annotate_schedules
 from .link.linker import LinkedProgram, link, link_stage
 from .options import CompileOptions
-from .pipeline import References, Rewritten, rewrite
+from .pipeline import References, Rewritten, rewrite, tolerating_depth
 from .report import CompileReport, Verdict, first_line
 from .targets.cpu.inductor import generate_code, is_fusible
 from .targets.cpu.kernels import call_kernels
@@ -39,6 +39,7 @@ from .tolerance import Tolerance, routes_tokens
 from .user_passes import registered_passes
 from .verify import dump
 from .verify.cache_restart import restart_length
+from .verify.copied_layers import PackedProducts
 from .verify.self_check import (
     SHORT_SCHEDULE,
     Reference,
@@ -46,6 +47,7 @@ from .verify.self_check import (
     compared_steps,
     judge,
     reference_of_model,
+    reference_of_program,
     tolerating_rounding,
 )
 from .weights.file_pages import FilePages
@@ -61,26 +63,52 @@ class Built:
         program: the program, linked and compared with the model.
         traced: its graph.
         options: its compile options.
-        reference: the model's logits; None if nothing is compared.
+        reference: the logits of the model, or, once ``finish`` has compared the few layers of ``shallow``, those of
+            the program; None if nothing is compared.
         shallow: a program of the captured layers, and the model's logits with these layers alone; None if all layers
             were captured, or ``reference`` is thorough.
+        products: with the weights that are to be packed, where ``shallow`` is all that is compared with the model.
     """
 
     program: LinkedProgram
     traced: TracedGraph
     options: CompileOptions
     reference: Reference | None
-    shallow: tuple[LinkedProgram, Reference] | None = None
+    shallow: Shallow | None = None
+    products: PackedProducts | None = None
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether a change of the program is compared with the model."""
+        return self.reference is not None or self.shallow is not None
 
     def check(self, weight_bits: int | None = None) -> Verdict:
         """Compare the program, and the shallow one over its weights; the verdict of the first that is not right."""
-        assert self.reference is not None
-        verdict = check(self.program, self.reference, weight_bits=weight_bits)
-        if self.shallow is None or not verdict.ok:
-            return verdict
-        program, reference = self.shallow
-        program.share_weights(self.program)
-        return check(program, reference, weight_bits=weight_bits)
+        verdict = None
+        if self.reference is not None:
+            verdict = check(self.program, self.reference, weight_bits=weight_bits)
+        if self.shallow is not None and (verdict is None or verdict.ok):
+            self.shallow.program.share_weights(self.program)
+            verdict = check(self.shallow.program, self.shallow.reference, weight_bits=weight_bits)
+        assert verdict is not None
+        if verdict.ok and self.products is not None and (reason := self.products.fault(self.program)):
+            return replace(verdict, ok=False, reason=reason)
+        return verdict
+
+
+@dataclass(frozen=True)
+class Shallow:
+    """A model with the layers alone that stand for all.
+
+    Attributes:
+        program: its program.
+        reference: its logits.
+        of_all: what the program of all layers is judged by, but for its logits.
+    """
+
+    program: LinkedProgram
+    reference: Reference
+    of_all: Reference
 
 
 def build_program(
@@ -118,14 +146,16 @@ def build_unpacked(
     owns_weights: bool = False,
     report: CompileReport | None = None,
     reference: Reference | None = None,
+    compares_all: bool = False,
 ) -> Built:
     """The first part of ``build_program``, up to packing the weights for a CPU, with a definite target.
 
-    ``reference`` is compared with, unless nothing is; by default the model itself, run on its device. With
-    ``owns_weights`` the program may run only after the second part.
+    ``reference`` is compared with, unless nothing is; by default the model itself, run on its device, or, where few
+    layers stand for all, with these layers alone, unless ``compares_all``. With ``owns_weights`` the program may run
+    only after the second part.
     """
     report = CompileReport(type(model).__name__) if report is None else report
-    found = rewritten(model, options, report, reference)
+    found = rewritten(model, options, report, reference, compares_all=compares_all)
     with timed(report.seconds):
         captured, graphs, references = found
         traced, reference = graphs.traced, references.whole
@@ -142,7 +172,11 @@ def build_unpacked(
         shallow = None
         if references.shallow is not None and options.world_size == 1:
             of_few = link(graphs.captured, call_kernels(graphs.captured), merge=merge)
-            shallow = of_few, references.shallow
+            of_all = tolerating_depth(references.shallow, captured.repeat)
+            shallow = Shallow(of_few, references.shallow, of_all)
+            if inductor and reference is None:  # which compiles all layers as one
+                own = reference_of_model(model, SHORT_SCHEDULE)
+                reference = replace(own, tolerance=of_all.tolerance, share=of_all.share)
         if bounds := traced.notes.boundaries:
             program = link_stage(traced, len(bounds), report, restart_length=restart, merge=merge)
         elif traced.npu is not None:
@@ -153,7 +187,8 @@ def build_unpacked(
             program = _link_inductor(linked, captured, traced, None if unpacked else reference, report)
         else:
             program = linked(call_kernels(traced))
-        return Built(program, traced, options, reference, shallow)
+        products = PackedProducts.of(traced) if shallow is not None and reference is None else None
+        return Built(program, traced, options, reference, shallow, products)
 
 
 def rewritten(
@@ -162,6 +197,8 @@ def rewritten(
     report: CompileReport,
     reference: Reference | None = None,
     repeat: LayerRepeat | None = None,
+    *,
+    compares_all: bool = False,
 ) -> tuple[Captured, Rewritten, References]:
     """The captured graph, those that the passes made of it, and what they were compared with.
 
@@ -171,6 +208,7 @@ def rewritten(
         reference: see ``build_unpacked``.
         repeat: the layers of a model of which only the first ``repeat.kept`` are loaded, which are compared with the
             module's; ``reference`` is that of all layers.
+        compares_all: see ``build_unpacked``.
 
     Raises:
         UnsupportedModel, ValueError: as ``build_program``.
@@ -194,7 +232,7 @@ def rewritten(
     dump.begin(report.model)
     with timed(report.seconds):
         if repeat is None:
-            found = _with_few_layers(model, options, reference, report)
+            found = _with_few_layers(model, options, reference, report, compares_all or options.world_size > 1)
         else:
             found = _with_loaded_layers(repeat, options, reference, report)
         if found is None:
@@ -210,7 +248,11 @@ def rewritten(
 
 
 def _with_few_layers(
-    model: nn.Module, options: CompileOptions, reference: Reference | None, report: CompileReport
+    model: nn.Module,
+    options: CompileOptions,
+    reference: Reference | None,
+    report: CompileReport,
+    compares_all: bool,
 ) -> tuple[Captured, Rewritten, References] | None:
     """Capture and rewrite with one layer compiled for all equal ones, and verify the result; None if that is
     impossible.
@@ -224,7 +266,7 @@ def _with_few_layers(
         return None
     try:
         compares_few = reference is None and options.verify == "model"
-        if reference is None:
+        if reference is None and (compares_all or not compares_few):
             reference = reference_of_model(model, SHORT_SCHEDULE if compares_few else None)
             tensors = list(model.parameters())
             FilePages(tensors).drop_tensors(tensors)  # what follows reads a few layers
@@ -283,11 +325,29 @@ def finish(built: Built, *, owns_weights: bool) -> None:
     with timed(report.seconds):
         if built.options.packs or built.program.has_stored_weights:
             _pack(built, report, owns_weights)
-        if built.options.batch_invariant and built.reference is not None and not built.options.quantization:
+        if built.options.batch_invariant and built.is_compared and not built.options.quantization:
             verdict = built.check()
             if not verdict.ok:
                 raise UnsupportedModel(f"{report.model}: with batch_invariant=True {verdict.reason}; omit it")
             report.verdict = verdict
+        if built.reference is None and built.shallow is not None:
+            built.reference = _own_reference(built.program, built.shallow.of_all)
+
+
+def _own_reference(program: LinkedProgram, like: Reference) -> Reference:
+    """The logits of a program of all layers, of which few were compared with the model, for later starts.
+
+    Raises:
+        UnsupportedModel: the program yields others where it computes them in chunks.
+    """
+    reference = reference_of_program(program, like)
+    verdict = check(program, reference, weight_bits=program.weight_bits)
+    if not verdict.ok:
+        raise UnsupportedModel(
+            f"{program.report.model}: a prompt in chunks and decode steps give other logits than in one step "
+            f"({verdict.reason}). Please report the model; verify='full' compares all layers"
+        )
+    return reference
 
 
 def _pack(built: Built, report: CompileReport, release: bool) -> None:
@@ -296,11 +356,11 @@ def _pack(built: Built, report: CompileReport, release: bool) -> None:
     Raises:
         UnsupportedModel: the packed program, or a quantized weight, is wrong.
     """
-    program, reference = built.program, built.reference
-    size = program.pack_weights(release=release, check=reference is not None)
+    program = built.program
+    size = program.pack_weights(release=release, check=built.is_compared)
     kept = "in place of" if release else "in addition to"
     log.info("packed %.2f GiB of weights %s the model's own", size / 2**30, kept)
-    if reference is not None and size:
+    if built.is_compared and size:
         verdict = built.check(weight_bits=program.weight_bits)
         if not verdict.ok:
             how, remedy = "packed", "give pack_weights=False"

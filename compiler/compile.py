@@ -5,41 +5,36 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Container
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from ..passes import UnsupportedModel
+from ..passes import NotFinite, UnsupportedModel
 from ..runtime.ops.kernel_check import check_kernels
 from ..runtime.ops.native import begin_loading
-from ..runtime.parallel.group import GroupFailed
 from ..runtime.phases import phase, timed
 from .calibrate.recorded_grid import on_recorded_grid
-from .link.linkage import Linkage
-from .link.linker import LinkedProgram
 from .live_module.describer import CannotIdentify
 from .options import CompileOptions
+from .ranks.lead import led, shipped, sources_for_ranks
 from .report import CompileReport
 from .user_passes import registered_passes
 from .verify import dump
-from .verify.self_check import SHORT_SCHEDULE, Reference, check, reference_of_model
-from .verify.streamed_reference import LayersInFiles
+from .verify.self_check import SHORT_SCHEDULE, check, not_finite, reference_of_model
 from .warm_start.checkpoint_files import CheckpointFiles
 from .warm_start.file import ProgramStore, open_store
 from .warm_start.graph_data import CannotStore
-from .warm_start.identity import Identity, identity
+from .warm_start.identity import identity
 from .warm_start.record import (
     Record,
     Sources,
     check_record,
-    describe_start,
-    facts_of,
+    known_tensors,
     model_of,
-    sources_in_files,
+    record_or_none,
     start_tensors,
     warm_key,
 )
@@ -53,16 +48,13 @@ from .warm_start.restore import (
     tensors_read,
 )
 from .warm_start.shipment import AnyProgram, OtherRanks, Shipment
-from .warm_start.stored_sources import Assembled
-from .warm_start.streamed import streamed_key
 from .weights.tensor_contents import contents_digest, module_tensors
 
 if TYPE_CHECKING:
     from .build import Built
+    from .verify.streamed_reference import LayersInFiles
 
 log = logging.getLogger(__name__)
-
-_CPU = torch.device("cpu")
 
 
 def compile_program(
@@ -88,7 +80,9 @@ def compile_program(
     """
     options = options.for_device((next(model.parameters()) if others is None else others).device.type)
     if others is not None and options.target == "npu":
-        return _on_npus(model, options, owns_weights, files, others)
+        from .ranks.on_npus import program_on_npus
+
+        return program_on_npus(model, options, owns_weights, files, others)
     if options.target == "cpu":
         begin_loading()  # what must be compiled is ready when the first program runs
     store, key, contents, record = open_store(), "", "", None
@@ -97,7 +91,13 @@ def compile_program(
         log.info("not storing the program for later starts: %s", reason)
         store = None
     if layers is not None and files is not None and others is not None:
-        return _by_layers(layers, options, files, sys.modules if loaded is None else loaded, store, others)
+        from .ranks.by_layers import program_by_layers
+
+        return program_by_layers(layers, options, files, sys.modules if loaded is None else loaded, store, others)
+    sources, compares_all, state = None, False, None
+    if files is not None and others is None and options.target == "cpu" and options.verify != "off":
+        state = files.state()
+        sources, compares_all = _checked_sources(model, files)  # before anything packs the weights, or moves them
     if store is not None:
         seconds: dict[str, float] = {}
         with timed(seconds), phase("load"):
@@ -109,9 +109,9 @@ def compile_program(
                 log.info("not storing the program for later starts: %s", error)
                 store = stored = None
             else:
-                # Before anything packs the weights, or moves them.
-                if files is not None and options.verify != "off":
-                    record = _record(model, options, found, files, sys.modules if loaded is None else loaded)
+                if files is not None and (sources is not None or (others is not None and options.verify != "off")):
+                    before = sys.modules if loaded is None else loaded
+                    record = record_or_none(model, options, found, files, before, sources)
                 stored = _stored(store, key, model, options, owns_weights, files, others)
         if store is not None and stored is not None:
             stored.report.stored, stored.report.seconds = True, seconds
@@ -121,19 +121,26 @@ def compile_program(
     # Imported here: it brings the tracer, which a process that finds its program in the store never needs.
     from .build import build_unpacked, finish
 
-    built = build_unpacked(model, options, owns_weights=owns_weights)
+    built = build_unpacked(model, options, owns_weights=owns_weights, compares_all=compares_all)
     if options.target == "cpu" and options.verify != "off":
         check_kernels()
     data = None
     if others is not None:
-        data = _shipped(built, model)
-        others.load(Shipment(data, _sources(model, files), options.packs))
+        data = shipped(built, model)
+        others.load(Shipment(data, sources_for_ranks(model, files), options.packs))
     elif store is not None and _is_plain(built.program.report):
         data = _described(built, model, contents)
-    finish(built, owns_weights=owns_weights)
+    try:
+        finish(built, owns_weights=owns_weights)
+    except NotFinite as error:
+        if files is None:
+            raise
+        raise NotFinite(not_finite(type(model).__name__, files.tensors().items())) from error
+    if files is not None and state is not None and files.state() != state:
+        raise ValueError("a file of the checkpoint was written while it was loaded; start again")
     program: AnyProgram = built.program
     if others is not None:
-        program = _led(built.program, model, built.reference, owns_weights, others)
+        program = led(built.program, model, built.reference, owns_weights, others)
     if store is not None and data is not None:
         reference = None if built.reference is None else StoredReference.of(built.reference)
         store.save(key, replace(data, report=built.program.report, reference=reference))
@@ -142,145 +149,23 @@ def compile_program(
     return program
 
 
-def _on_npus(
-    model: nn.Module,
-    options: CompileOptions,
-    owns_weights: bool,
-    files: CheckpointFiles | None,
-    others: OtherRanks,
-) -> AnyProgram:
-    """The program of all ranks, each of which lowers the graph for its own device.
+@phase("load")
+def _checked_sources(model: nn.Module, files: CheckpointFiles) -> tuple[Sources | None, bool]:
+    """What a module that was just loaded is in its files; and whether only a comparison of all layers tells that each
+    is the right one.
 
     Raises:
-        UnsupportedModel: as ``_led``; or they cannot run the code that ``codegen`` selects.
+        UnsupportedModel: a layer holds what the files say is another's.
     """
-    from .rank_program import lowered_program, shipped_for_npus, with_report
+    from .warm_start.layer_sources import layers_as_numbered  # it brings what reads modules
 
-    report = CompileReport(type(model).__name__)
-    sources = _sources(model, files)
-    shipment, reference = shipped_for_npus(model, options, sources, report)
-    others.load(shipment)
-    named = module_tensors(model)
-    own = with_report(lowered_program(shipment, 0, named, others.device), report)
     try:
-        return _led(own, model, reference, owns_weights, others)
-    except GroupFailed as error:
-        if options.codegen == "none":
-            raise
-        raise UnsupportedModel(
-            f"tensor_parallel_size={options.tensor_parallel_size} with codegen={options.codegen!r}: {error}; "
-            "codegen='none' runs operator by operator"
-        ) from error
-
-
-def _by_layers(
-    layers: LayersInFiles,
-    options: CompileOptions,
-    files: CheckpointFiles,
-    loaded: Container[str],
-    store: ProgramStore | None,
-    others: OtherRanks,
-) -> AnyProgram:
-    """The program of all ranks, of which this one, too, takes its part from the files.
-
-    Raises:
-        UnsupportedModel: as ``_led``; or the layers cannot be loaded one by one.
-    """
-    from .layered_program import release_weights, shipped_by_layers
-
-    model = layers.repeat.model
-    report = CompileReport(type(model).__name__)
-    check_kernels()
-    key, record, kept = "", None, None
-    try:
-        kept = None if store is None else (store, streamed_key(files))
-    except CannotIdentify as error:
-        log.info("not storing the program for later starts: %s", error)
-    shipment, reference = shipped_by_layers(layers, options, files, kept, report)
-    if kept is not None and reference is not None:
-        try:
-            found = identity(model, options, str(files.contents()))
-            key, record = found.digest, _record(model, options, found, files, loaded, shipment.sources)
-        except CannotIdentify as error:
-            log.info("not storing the program for later starts: %s", error)
-    others.load(shipment)
-    release_weights(model)
-    own = program_of_rank(shipment, 0, files, None)
-    try:
-        program = _led(own, model, reference, False, others)
-    except UnsupportedModel:
-        if kept is not None:
-            kept[0].discard(kept[1])
-        raise
-    if kept is not None and record is not None and reference is not None:
-        program_to_keep = replace(shipment.program, report=own.report, reference=StoredReference.of(reference))
-        kept[0].save(key, program_to_keep)
-        kept[0].save(*record)
-    return program
-
-
-def _led(
-    own: LinkedProgram, model: nn.Module, reference: Reference | None, owns_weights: bool, others: OtherRanks
-) -> AnyProgram:
-    """The program of all ranks, compared with the model.
-
-    Raises:
-        UnsupportedModel: the ranks together do not compute what the model does.
-    """
-    if owns_weights:
-        own.release_all_but_own(module_tensors(model).values())
-    program = others.lead(own)
-    if reference is not None:
-        with timed(own.report.seconds):
-            verdict = check(program, reference, weight_bits=own.weight_bits)
-        if not verdict.ok:
-            raise UnsupportedModel(f"the ranks together do not compute what the model does: {verdict.reason}")
-        own.report.verdict = verdict
-    return program
-
-
-def _shipped(built: Built, model: nn.Module) -> StoredProgram:
-    """What other ranks need of a program whose weights are not packed yet.
-
-    Raises:
-        UnsupportedModel: a part of it has no plain form.
-    """
-    try:
-        data = describe(built.traced, Linkage.of(built.traced, built.program.restart_length), model)
-    except CannotStore as error:
-        raise UnsupportedModel(
-            f"its program cannot be sent to {built.options.world_size - 1} other ranks ({error}); use one process"
-        ) from error
-    return replace(data, report=CompileReport(built.program.report.model))
-
-
-def _sources(model: nn.Module, files: CheckpointFiles | None) -> Sources | None:
-    """Where other ranks find the module's tensors; None where they have to load the module."""
-    if files is None:
-        return None
-    try:
-        return sources_in_files(model, files)
+        known = known_tensors(model, files)
+        sources = known.sources(module_tensors(model))
     except (CannotStore, OSError, ValueError) as error:
-        log.info("every rank loads the whole model: %s", error)
-        return None
-
-
-def _record(
-    model: nn.Module,
-    options: CompileOptions,
-    found: Identity,
-    files: CheckpointFiles,
-    loaded: Container[str],
-    made_of: Sources | None = None,
-) -> tuple[str, Record] | None:
-    """The name and contents of the record by which a later start finds the program; None if there can be none."""
-    if (facts := facts_of(model)) is None:
-        return None
-    try:
-        return warm_key(files, options), describe_start(model, found, files, facts, loaded, made_of)
-    except (CannotIdentify, CannotStore, OSError, ValueError) as error:
         log.info("later starts will have to load the model's class: %s", error)
-        return None
+        return None, True
+    return sources, not layers_as_numbered(model, known, sources)
 
 
 def program_of_checkpoint(
@@ -416,10 +301,10 @@ def _stored(
         own = reference_of_model(model, SHORT_SCHEDULE)
         reference = replace(own, tolerance=stored.reference.tolerance, share=stored.reference.share)
     if others is not None:
-        others.load(Shipment(stored, _sources(model, files), options.packs))
+        others.load(Shipment(stored, sources_for_ranks(model, files), options.packs))
         if options.packs or program.has_stored_weights:
             program.pack_weights(release=release)
-        return _led(program, model, reference, release, others)
+        return led(program, model, reference, release, others)
     # Until weights are rounded and packed, every product would round its own; nothing computes with stored ones.
     packs_first = bool(options.quantization) or program.has_stored_weights
     if reference is not None and not packs_first:
@@ -453,42 +338,3 @@ def _described(built: Built, model: nn.Module, contents: str) -> StoredProgram |
 def _is_plain(report: CompileReport) -> bool:
     """True if recompiling would give the same program, in our own kernels."""
     return report.codegen == "none" and not report.dropped_passes
-
-
-def program_of_rank(
-    shipment: Shipment,
-    rank: int,
-    files: CheckpointFiles | None,
-    module: nn.Module | None,
-    device: torch.device = _CPU,
-) -> LinkedProgram:
-    """The part of a shipped program that one rank runs, its weights packed.
-
-    Args:
-        shipment: from rank 0.
-        rank: of this process.
-        files: the checkpoint's, if ``shipment.sources`` says what is in them.
-        module: else the model, which the program takes the weights of.
-        device: that this rank computes on.
-
-    Raises:
-        Outdated: the checkpoint or the module is not the one that was compiled.
-    """
-    own = stage_of_rank(shipment.program, rank)
-    if shipment.sources is not None and files is not None:
-        named: Mapping[str, torch.Tensor | Assembled] = start_tensors(
-            shipment.sources, files, tensors_read(own), in_parts=shipment.lowering is None
-        )
-    else:
-        assert module is not None
-        named = module_tensors(module)
-    if shipment.lowering is not None:
-        from .rank_program import lowered_program
-
-        return lowered_program(shipment, rank, named, device)
-    program = restore(own, named, merge=not shipment.packs, rank=rank)
-    if shipment.packs or program.has_stored_weights:
-        program.pack_weights(release=True)
-    if module is not None:
-        program.release_all_but_own(module_tensors(module).values())
-    return program

@@ -30,6 +30,7 @@ from .report import CompileReport, PassCheck, Verdict, first_line, rejection_lin
 from .targets.npu.dtype_advice import dtype_advice
 from .tolerance import HALF
 from .verify import dump
+from .verify.copied_layers import check_order
 from .verify.graph_check import can_check, check_graph, check_own_weights, measure_rounding, on_cpu
 from .verify.long_windows import check_decoded_windows, check_long_windows
 from .verify.paging import check_paging
@@ -61,10 +62,10 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class References:
-    """The logits that a program is compared with.
+    """The logits that a program is compared with; without any nothing is.
 
     Attributes:
-        whole: those of the model with all its layers; None compares nothing.
+        whole: those of the model with all its layers; None where ``shallow`` is enough.
         shallow: those of the model with the captured layers alone, on more sequences; None where ``whole`` is
             thorough.
         is_loaded: this process holds the weights of all layers. Else ``whole`` is for those who do.
@@ -81,12 +82,19 @@ class References:
 
     def measure_rounding(self, captured: Captured) -> None:
         """Let both tolerate the rounding that the captured graph shows, and what more layers add to it."""
-        if self.whole is None or self.thorough is None:
+        if self.thorough is None:
             return
         measure_rounding(captured, self.thorough)
-        self.whole.tolerance, self.whole.share = self.thorough.tolerance, self.thorough.share
-        if captured.repeat is not None and self.whole.dtype in HALF:
-            self.whole.tolerance *= math.sqrt(captured.repeat.total / captured.repeat.kept)
+        if self.whole is not None:
+            tolerated = tolerating_depth(self.thorough, captured.repeat)
+            self.whole.tolerance, self.whole.share = tolerated.tolerance, tolerated.share
+
+
+def tolerating_depth(reference: Reference, repeat: LayerRepeat | None) -> Reference:
+    """The same of the model with all its layers: in half precision each adds to the rounding."""
+    if repeat is None or reference.dtype not in HALF:
+        return reference
+    return replace(reference, tolerance=reference.tolerance * math.sqrt(repeat.total / repeat.kept))
 
 
 def run_pipeline(
@@ -162,6 +170,8 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
     if options.tensor_parallel_size > 1 and not found.traced.notes.parts:
         log.warning("nothing of %s can be cut: each of its ranks holds and computes all of it", report.model)
     hold_weights(found.traced, stages.weights, options.quantization, report)
+    if captured.repeat is not None:
+        check_order(captured.repeat, found.traced)
     if options.pipeline_parallel_size > 1:
         found.traced.notes.boundaries = choose_boundaries(found.traced, options.pipeline_parallel_size)
     if found.captured is not found.traced:  # it is to run over the same weights
@@ -219,6 +229,7 @@ def _on_aten(
 def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: Stages) -> TracedGraph:
     """Unroll a graph of few layers, and fold constants of each layer's weights."""
     traced = repeat.unroll(captured)
+    check_order(repeat, traced)
     traced.notes.of_layers = frozenset()
     run_passes(traced, stages.folds)
     return traced

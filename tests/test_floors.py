@@ -35,7 +35,7 @@ FLOORS = {
             "__init__",
             "public",
             "compile",
-            "head_program layered_program rank_program",
+            "head_program ranks",
             "build",
             "backend costs warm_start",
             "pipeline",

@@ -15,7 +15,6 @@ from torch import nn
 from .checkpoint.configs import causal_lm_class, check_tokenizer, load_config, load_tokenizer
 from .checkpoint.gguf.container import is_gguf
 from .checkpoint.gguf.source import gguf_in
-from .checkpoint.layers_in_files import LayersInFiles, layers_to_leave
 from .checkpoint.loading import check_module, checkpoint_files, load_model, resolve_dtype, stored_in
 from .checkpoint.quantized import quantization_method
 from .checkpoint.source import check_source
@@ -40,6 +39,7 @@ from .shipping import ShippingRanks, other_ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from .checkpoint.layers_in_files import LayersInFiles
     from .compiler.warm_start.shipment import AnyProgram
 
 
@@ -170,6 +170,9 @@ def _layers_to_leave(
     Raises:
         ValueError: it does not fit, and all of it has to be loaded.
     """
+    # Imported here: it brings transformers' modules, which a start with a stored program never needs.
+    from .checkpoint.layers_in_files import layers_to_leave
+
     name = check_source(model)
     if is_gguf(name):
         return None

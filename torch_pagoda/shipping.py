@@ -15,7 +15,7 @@ import torch
 
 from .checkpoint.loading import checkpoint_files, load_model
 from .compiler import CheckpointFiles, CompileOptions
-from .compiler.compile import program_of_rank
+from .compiler.ranks.lead import program_of_rank
 from .compiler.warm_start.file import from_bytes, to_bytes
 from .compiler.warm_start.shipment import Shipment
 from .load_options import LoadOptions

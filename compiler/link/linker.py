@@ -462,7 +462,7 @@ def _are_matrices(tensors: Sequence[torch.Tensor]) -> bool:
 def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
     scheme = packed.quantization
     if weight.dim() == 3:  # experts
-        return torch.stack([_packed(weight, packed) for weight in _matrices(weight, packed)])
+        return torch.stack([_packed(weight, packed) for weight in matrices(weight, packed)])
     if isinstance(weight, StoredWeight):
         return pack_weight(weight.dense()) if scheme is None else pack_stored(weight)
     return pack_weight(weight) if scheme is None else quantize_weight(weight.detach(), scheme)
@@ -473,13 +473,13 @@ def _check(weight: torch.Tensor, packed: torch.Tensor, noted: PackedWeight) -> N
     if weight.dim() == 2:
         check_rounded_weight(noted.name, weight, packed, noted.quantization)
         return
-    matrices = _matrices(weight, noted)
-    for expert in {0, len(matrices) - 1}:
-        check_rounded_weight(f"{noted.name}[{expert}]", matrices[expert], packed[expert], noted.quantization)
+    stack = matrices(weight, noted)
+    for expert in {0, len(stack) - 1}:
+        check_rounded_weight(f"{noted.name}[{expert}]", stack[expert], packed[expert], noted.quantization)
 
 
-def _matrices(weight: torch.Tensor, packed: PackedWeight) -> list[torch.Tensor]:
+def matrices(weight: torch.Tensor, packed: PackedWeight) -> list[torch.Tensor]:
     """Of experts, each one's ``[out, in]``."""
-    matrices = weight.detach().unbind(0)
+    stack = weight.detach().unbind(0)
     turned = weight.transposed if isinstance(weight, StoredWeight) else packed.transposed
-    return [matrix.transpose(0, 1) if turned else matrix for matrix in matrices]
+    return [matrix.transpose(0, 1) if turned else matrix for matrix in stack]

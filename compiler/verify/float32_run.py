@@ -7,7 +7,6 @@ What a rewrite gets slightly wrong hides behind the rounding of bfloat16; in flo
 from __future__ import annotations
 
 import operator
-import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,11 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...passes.graph.fx_nodes import callee, mutated_arguments, storage_key, value
 from ..tolerance import HALF
+from .wide_products import AT_ONCE, linear
 
-_AT_ONCE = 2 << 20
-"""Bytes in float32 of a weight that is made some rows at a time: what is larger leaves the caches before it is read,
-and its memory goes back to the system, which clears it for the next rows."""
-_ONEDNN = torch.backends.mkldnn.is_available() and platform.machine() in ("x86_64", "AMD64")
 _COMPARES_DTYPES = frozenset({"conv1d"})
 """Functions that refuse tensors of different dtypes before a dispatch mode sees them."""
 _Runs: TypeAlias = "Sequence[dict[fx.Node, Any]]"
@@ -203,24 +199,15 @@ def _multiply(node: fx.Node, runs: _Runs, widens: bool) -> bool:
     bias = bias.make() if isinstance(bias, Deferred) else bias
     if widens:
         joined, bias = _wide(joined), _wide(bias)
-    parts, count = [], max(1, _AT_ONCE // (4 * joined.shape[-1]))
+    parts, count = [], max(1, AT_ONCE // (4 * joined.shape[-1]))
     for first in range(0, made.num_rows, count):
         at = slice(first, first + count)
         part = made.rows(at) if made.num_rows > count else made.make()
-        parts.append(_product(joined, part, None if bias is None else bias[at]))
+        parts.append(linear(joined, part, None if bias is None else bias[at]))
     product = torch.cat(parts, -1) if len(parts) > 1 else parts[0]
     for values, rows, own in zip(runs, given, product.split([r.shape[:-1].numel() for r in given]), strict=True):
         values[node] = own.view(*rows.shape[:-1], -1)
     return True
-
-
-def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``linear``; in float32 on x86 by oneDNN: MKL, which torch would call, is half as fast on AMD processors."""
-    if _ONEDNN and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous():
-        bias = None if bias is None else bias.contiguous()  # oneDNN ignores its stride
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
-    return torch.nn.functional.linear(x, weight, bias)
 
 
 _BY_ROWS = {"embedding": _look_up, "linear": _multiply}

@@ -109,7 +109,7 @@ def own_logits(traced: TracedGraph, tokens: Sequence[torch.Tensor]) -> list[torc
     """Logits ``[length, vocab]``, float32, on the host, of sequences by a graph without caches, in its own dtype over
     its own weights."""
     traced.recompile()
-    own = _unpacked(traced.constants)
+    own = _matrices_deferred(traced.constants)
     run = NodeByNode(traced.module, _kept(own))
     return [run_alone(traced, run, own, sequence).cpu() for sequence in tokens]
 
@@ -138,7 +138,7 @@ def own_steps(
 
 def _own_constants(traced: TracedGraph) -> dict[str, Any]:
     traced.recompile()
-    constants = {name: Unpacked(w) if _is_matrix(w) else w for name, w in traced.constants.items()}
+    constants = _matrices_deferred(traced.constants)
     for name, sources in traced.notes.merged.items():
         if name not in constants:
             constants[name] = Rows([Unpacked(traced.constants[source]) for source in sources])
@@ -167,9 +167,9 @@ def measure_rounding(captured: Captured, reference: Reference) -> None:
         reference.share = 0.5
 
 
-def _unpacked(constants: Mapping[str, Any]) -> dict[str, Any]:
-    """Constants whose stored weights are unpacked where they are read."""
-    return {name: Unpacked(w) if isinstance(w, StoredWeight) else w for name, w in constants.items()}
+def _matrices_deferred(constants: Mapping[str, Any]) -> dict[str, Any]:
+    """Constants of which matrices are multiplied some rows at a time; stored ones are unpacked then."""
+    return {name: Unpacked(w) if _is_matrix(w) else w for name, w in constants.items()}
 
 
 def _is_matrix(weight: Any) -> bool:

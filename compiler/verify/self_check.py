@@ -22,6 +22,7 @@ from ..capture.model_facts import configs, max_positions, takes_hidden, takes_po
 from ..capture.state_layers import has_recurrences
 from ..report import Verdict, first_line
 from ..tolerance import TOLERANCE, judged_share, row_errors, typical
+from .wide_products import WideProducts
 
 INT8_TOLERANCE = 0.3
 """Of programs with int8 caches, for the median of the rows. The graph was compared with ``TOLERANCE`` before anything
@@ -77,6 +78,7 @@ class Reference:
         tolerance: largest error of a logit that is right, in standard deviations of its row.
         share: of the rows, how many have to be right.
         hidden_size: of the hidden rows that the model takes with its tokens (``hidden_rows``); 0: it takes none.
+        of_program: the logits are those of a program over rounded weights, if it has such (``reference_of_program``).
     """
 
     tokens: list[torch.Tensor]
@@ -86,6 +88,7 @@ class Reference:
     tolerance: float
     share: float = 1.0
     hidden_size: int = 0
+    of_program: bool = False
 
     def beginning(self, schedule: Schedule) -> Reference:
         """The first tokens of the first sequences, as many as ``schedule`` says: no others change their logits."""
@@ -135,7 +138,7 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
             rows = hidden_rows(sequence, torch.arange(len(sequence)), hidden_size)
             extra[PREVIOUS_HIDDEN] = rows.to(device, dtype)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), WideProducts():
                 output = model(input_ids=ids, use_cache=False, return_dict=True, **extra)
         except Exception as error:
             raise UnsupportedModel(
@@ -143,8 +146,30 @@ def reference_of_model(model: nn.Module, schedule: Schedule | None = None) -> Re
             ) from error
         logits.append(output.logits[0].float().cpu())
     if not all(bool(rows.isfinite().all()) for rows in logits):
-        raise NotFinite(_not_finite(model))
+        raise NotFinite(not_finite(type(model).__name__, model.named_parameters()))
     return Reference(tokens, logits, dtype, schedule, TOLERANCE.get(dtype, 0.3), judged_share(dtype), hidden_size)
+
+
+def reference_of_program(program: Program, like: Reference) -> Reference:
+    """The logits of a program for a short sequence that it runs in one step.
+
+    Later runs in chunks, over caches, by another process or kernel, are compared with them.
+
+    Args:
+        program: bound to a small cache of its own here.
+        like: says the tokens, the dtype and what is tolerated.
+
+    Raises:
+        NotFinite: the logits are NaN or infinite.
+    """
+    tokens = like.tokens[-1][: SHORT_SCHEDULE.lengths[0]]
+    schedule = replace(SHORT_SCHEDULE, lengths=(len(tokens),))
+    blank = replace(like, tokens=[tokens], logits=[torch.empty(len(tokens), 0)], schedule=schedule, of_program=True)
+    with phase("verify"):
+        ((_, logits, _),) = compared_steps(program, blank, alone=True)
+    if not logits.isfinite().all():
+        raise NotFinite("the logits of all layers are NaN or infinite, and those of the first layers are not")
+    return replace(blank, logits=[logits.clone()])
 
 
 def hidden_rows(tokens: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Tensor:
@@ -155,16 +180,18 @@ def hidden_rows(tokens: torch.Tensor, positions: torch.Tensor, size: int) -> tor
     return table[(31 * tokens + 7 * positions) % _KINDS_OF_ROWS][None]
 
 
-def _not_finite(model: nn.Module) -> str:
-    """The reason why a model's own logits are NaN or infinite: the first parameter that is, where one is."""
-    for name, parameter in model.named_parameters():
-        if not parameter.is_meta and not parameter.isfinite().all():
-            what = "NaN" if parameter.isnan().any() else "an infinity"
-            return f"{name!r} of {type(model).__name__} holds {what}; the weights are broken, download them again"
-    return (
-        f"{type(model).__name__} itself returns NaN or infinite logits from finite weights; "
-        "use dtype='float32' or 'bfloat16'"
-    )
+def not_finite(model: str, named: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The reason why logits are NaN or infinite: the first tensor that is, where one is.
+
+    Args:
+        model: name of its class.
+        named: its weights.
+    """
+    for name, tensor in named:
+        if tensor.dtype in TOLERANCE and not tensor.is_meta and not tensor.isfinite().all():
+            what = "NaN" if tensor.isnan().any() else "an infinity"
+            return f"{name!r} of {model} holds {what}; the weights are broken, download them again"
+    return f"{model} itself returns NaN or infinite logits from finite weights; use dtype='float32' or 'bfloat16'"
 
 
 def run_alone(
@@ -221,7 +248,7 @@ def tolerating_rounding(
     """The reference by which a program is judged that rounds its caches, or its weights to so many bits."""
     if weight_bits is None and not any(spec.has_scales for spec in caches):
         return reference
-    tolerance = INT8_TOLERANCE if weight_bits is None else WEIGHT_TOLERANCE[weight_bits]
+    tolerance = INT8_TOLERANCE if weight_bits is None or reference.of_program else WEIGHT_TOLERANCE[weight_bits]
     return replace(reference, tolerance=tolerance, share=0.5)
 
 

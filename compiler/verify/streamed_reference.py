@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ...passes import NotFinite, UnsupportedModel
-from ..capture.layer_repeat import LayerRepeat
 from .self_check import SHORT_SCHEDULE, Reference, reference_of_model
+
+if TYPE_CHECKING:  # it brings transformers' modules, which a process that finds its program never needs
+    from ..capture.layer_repeat import LayerRepeat
 
 
 class LayersInFiles(Protocol):

@@ -79,11 +79,15 @@ class CheckpointFiles:
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of
         the tensors where they are quantized."""
-        stats = map(os.stat, self.weights)
-        state = tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
+        state = self.state()
         if state not in self.known:  # a first start asks twice
             self.known[state] = self._digest()
         return {"texts": dict(self.texts), "dtype": str(self.dtype), "tensors": self.known[state]}
+
+    def state(self) -> tuple[tuple[int, ...], ...]:
+        """What the system says of the files, which is another once one of them is written."""
+        stats = map(os.stat, self.weights)
+        return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
     def _digest(self) -> str:
         digest = hashlib.sha256()

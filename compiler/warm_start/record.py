@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import sys
 import sysconfig
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,7 @@ import torch
 from torch import nn
 
 from ...runtime.ops.linear.stored_weight import StoredWeight
+from ..live_module.describer import CannotIdentify
 from ..options import CompileOptions
 from ..weights.file_pages import FilePages
 from ..weights.tensor_contents import module_tensors, stored_digest
@@ -41,6 +44,8 @@ from .graph_data import CannotStore
 from .identity import Identity, settings_digest
 from .restore import Outdated
 from .stored_sources import Assembled, StoredSource, float_source, stored_source
+
+log = logging.getLogger(__name__)
 
 _MOST_BYTES = 16 << 20
 """Of tensors that no file of the checkpoint holds, together: rotary frequencies and the like."""
@@ -149,15 +154,41 @@ def describe_start(
     return Record(found.digest, made_of.weights, made_of.tensors, sources, states, before, facts, made_of.stored)
 
 
+def record_or_none(
+    model: nn.Module,
+    options: CompileOptions,
+    found: Identity,
+    files: CheckpointFiles,
+    loaded: Container[str],
+    made_of: Sources | None = None,
+) -> tuple[str, Record] | None:
+    """The name and contents of the record by which a later start finds the program; None if there can be none."""
+    if (facts := facts_of(model)) is None:
+        return None
+    try:
+        return warm_key(files, options), describe_start(model, found, files, facts, loaded, made_of)
+    except (CannotIdentify, CannotStore, OSError, ValueError) as error:
+        log.info("later starts will have to load the model's class: %s", error)
+        return None
+
+
 def sources_in_files(model: nn.Module, files: CheckpointFiles) -> Sources:
     """What the tensors of a module that was just loaded are in its files.
 
     Raises:
         CannotStore: a parameter is none of them.
     """
+    return known_tensors(model, files).sources(module_tensors(model))
+
+
+def known_tensors(model: nn.Module, files: CheckpointFiles) -> KnownTensors:
+    """The tensors of the files that a module was just loaded from.
+
+    Raises:
+        ValueError: as ``KnownTensors``.
+    """
     named = module_tensors(model)
-    dtypes = {tensor.dtype for tensor in named.values()}
-    return KnownTensors(files, dtypes, _dtype_of_stored(named)).sources(named)
+    return KnownTensors(files, {tensor.dtype for tensor in named.values()}, _dtype_of_stored(named))
 
 
 class KnownTensors:
@@ -173,6 +204,7 @@ class KnownTensors:
     """
 
     def __init__(self, files: CheckpointFiles, dtypes: Collection[torch.dtype], shown: torch.dtype) -> None:
+        self._numbers: dict[str, set[str]] = defaultdict(set)
         self._own: dict[str, str] = {}
         self._quantized: dict[str, str] = {}
         converted: dict[str, tuple[str, torch.dtype | None]] = {}
@@ -192,6 +224,13 @@ class KnownTensors:
             **{digest: (name, None) for name, digest in reversed(self._own.items())},
         }
         self._names = {digest: name for digest, (name, _) in self._by_content.items()}
+
+    def is_in_layer(self, name: str, number: str) -> bool:
+        """Whether a tensor with this number holds the same as the tensor ``name``."""
+        if not self._numbers:
+            for other, digest in (self._own | self._quantized).items():
+                self._numbers[digest].add(number_in(other))
+        return number in self._numbers.get(self._quantized.get(name) or self._own.get(name, ""), ())
 
     def sources(self, named: Mapping[str, torch.Tensor]) -> Sources:
         """What tensors of the model are in the files.
@@ -222,6 +261,11 @@ class KnownTensors:
         if sum(t.numel() * t.element_size() for t in kept.values()) > _MOST_BYTES:
             raise CannotStore(f"its buffers are larger than {_MOST_BYTES >> 20} MiB")
         return Sources(held, kept, stored)
+
+
+def number_in(name: str) -> str:
+    """The first part of a tensor's name that is a number, its layer's; "" where none is."""
+    return next((part for part in name.split(".") if part.isdecimal()), "")
 
 
 def _dtype_of_stored(named: Mapping[str, torch.Tensor]) -> torch.dtype:

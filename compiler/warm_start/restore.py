@@ -30,31 +30,35 @@ _MOST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredReference:
-    """The model's own logits, as a file holds them.
+    """The logits of a model, or of its program, as a file holds them.
 
     Attributes:
         tokens: see ``Reference``, as for the others.
         logits: in the model's dtype.
         tolerance, share: by which the program was judged.
+        of_program: see ``Reference``.
     """
 
     tokens: list[torch.Tensor]
     logits: list[torch.Tensor]
     tolerance: float
     share: float
+    of_program: bool = False
 
     @classmethod
     def of(cls, reference: Reference) -> StoredReference:
         """The part of a reference about the sequences that are run after a load, in the model's own dtype."""
         short = reference.beginning(SHORT_SCHEDULE)
         logits = [rows.to(reference.dtype) for rows in short.logits]
-        return cls(list(short.tokens), logits, reference.tolerance, reference.share)
+        return cls(list(short.tokens), logits, reference.tolerance, reference.share, reference.of_program)
 
     def reference(self) -> Reference:
         """The reference that it is of."""
         schedule = replace(SHORT_SCHEDULE, lengths=tuple(map(len, self.tokens)))
         logits = [rows.float() for rows in self.logits]
-        return Reference(self.tokens, logits, self.logits[0].dtype, schedule, self.tolerance, self.share)
+        dtype = self.logits[0].dtype
+        tolerated = self.tolerance, self.share
+        return Reference(self.tokens, logits, dtype, schedule, *tolerated, of_program=self.of_program)
 
 
 View = tuple[tuple[int, ...], tuple[int, ...]]

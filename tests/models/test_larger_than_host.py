@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 
 import torch_pagoda as pagoda
 from torch_pagoda.checkpoint import layers_in_files
-from torch_pagoda.compiler import CompileReport, UnsupportedModel, layered_program
+from torch_pagoda.compiler import CompileReport, UnsupportedModel
 from torch_pagoda.compiler.capture import layer_repeat
 from torch_pagoda.compiler.capture.layer_repeat import LayerRepeat
+from torch_pagoda.compiler.ranks import by_layers
 from torch_pagoda.compiler.warm_start import streamed
 from torch_pagoda.compiler.warm_start.file import DISABLE, ProgramStore
 from torch_pagoda.compiler.warm_start.record import Sources
@@ -110,7 +111,7 @@ def test_logits_are_kept_for_other_options(halves: Folders, monkeypatch: pytest.
         streams.append(given)
         return streamed.stream(*given)
 
-    monkeypatch.setattr(layered_program, "stream", counted)
+    monkeypatch.setattr(by_layers, "stream", counted)
     check(folder, tensor_parallel_size=2)
     check(folder, pipeline_parallel_size=2)
     assert len(streams) == 1
@@ -151,7 +152,7 @@ def in_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         found = streamed.stream(*given)
         return replace(found, sources=exchange(found.sources, 5, 6))
 
-    monkeypatch.setattr(layered_program, "stream", wrong)
+    monkeypatch.setattr(by_layers, "stream", wrong)
 
 
 def skipped_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

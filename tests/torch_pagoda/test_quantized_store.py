@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -191,8 +192,8 @@ def test_what_is_stored_otherwise_is_not_what_was_recorded(
     assert files is not None
     read = type(files).of_a_float_checkpoint
 
-    def otherwise(self: object, dtype: torch.dtype) -> object:
-        for name, tensor in read(self, dtype):  # type: ignore[arg-type]
+    def otherwise(self: Any, dtype: torch.dtype, **given: Any) -> object:
+        for name, tensor in read(self, dtype, **given):
             if isinstance(tensor, StoredWeight) and tensor.order is not None:
                 from dataclasses import replace
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torch_pagoda.compiler.verify import float32_run
 from torch_pagoda.compiler.verify.deferred_weights import ChangedWeight
 from torch_pagoda.compiler.verify.float32_run import Float32Graph
 
@@ -65,15 +64,6 @@ def test_large_weights_are_read_some_rows_at_a_time(rows, monkeypatch):
     torch.testing.assert_close(product, x.float() @ weight.float().t() * 2)
     torch.testing.assert_close(looked_up, weight.float()[ids] * 2)
     assert len(made) == (1 if rows == 10 else 0)
-
-
-@pytest.mark.parametrize("rows", [0, 1, 7])
-@pytest.mark.parametrize("bias", [None, torch.arange(33.0), torch.arange(66.0)[::2]], ids=["none", "bias", "strided"])
-def test_products_are_those_of_linear(rows, bias):
-    torch.manual_seed(0)
-    x, weight = torch.randn(rows, 50), torch.randn(33, 50)
-    found = float32_run._product(x, weight, bias)
-    torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, bias), atol=1e-5, rtol=1e-5)
 
 
 def test_together_is_one_by_one():

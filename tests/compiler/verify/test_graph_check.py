@@ -213,7 +213,7 @@ def test_rounding_is_measured_some_rows_at_a_time(stored, monkeypatch):
     in_float32 = outputs * width * 4
     assert measured() < 0.5 * in_float32
     in_parts = reference.tolerance
-    monkeypatch.setattr(float32_run, "_AT_ONCE", 1 << 30)
+    monkeypatch.setattr(float32_run, "AT_ONCE", 1 << 30)
     assert measured() > in_float32, "the count sees a head that is widened whole"
     assert in_parts == pytest.approx(reference.tolerance, rel=1e-2) and in_parts > 0
 

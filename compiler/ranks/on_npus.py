@@ -14,24 +14,57 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..passes import UnsupportedModel
-from ..passes.graph.notes import fewest_bits
-from .build import link_for_npu, rewritten
-from .link.linkage import Linkage
-from .link.linker import LinkedProgram, link
-from .options import CompileOptions
-from .pass_stages import Stages
-from .pipeline import hold_weights, lowered_rank
-from .report import CompileReport
-from .tolerance import Tolerance, routes_tokens
-from .user_passes import registered_passes
-from .verify.cache_restart import restart_length
-from .verify.self_check import Reference
-from .warm_start.canonical import CanonicalGraph, canonical_graph
-from .warm_start.graph_data import CannotStore
-from .warm_start.record import Sources
-from .warm_start.restore import constants_of, describe
-from .warm_start.shipment import Lowering, Shipment
+from ...passes import UnsupportedModel
+from ...passes.graph.notes import fewest_bits
+from ...runtime.parallel.group import GroupFailed
+from ..build import link_for_npu, rewritten
+from ..link.linkage import Linkage
+from ..link.linker import LinkedProgram, link
+from ..options import CompileOptions
+from ..pass_stages import Stages
+from ..pipeline import hold_weights, lowered_rank
+from ..report import CompileReport
+from ..tolerance import Tolerance, routes_tokens
+from ..user_passes import registered_passes
+from ..verify.cache_restart import restart_length
+from ..verify.self_check import Reference
+from ..warm_start.canonical import CanonicalGraph, canonical_graph
+from ..warm_start.checkpoint_files import CheckpointFiles
+from ..warm_start.graph_data import CannotStore
+from ..warm_start.record import Sources
+from ..warm_start.restore import constants_of, describe
+from ..warm_start.shipment import AnyProgram, Lowering, OtherRanks, Shipment
+from ..weights.tensor_contents import module_tensors
+from .lead import led, sources_for_ranks
+
+
+def program_on_npus(
+    model: nn.Module,
+    options: CompileOptions,
+    owns_weights: bool,
+    files: CheckpointFiles | None,
+    others: OtherRanks,
+) -> AnyProgram:
+    """The program of all ranks, each of which lowers the graph for its own device.
+
+    Raises:
+        UnsupportedModel: as ``led``; or they cannot run the code that ``codegen`` selects.
+    """
+    report = CompileReport(type(model).__name__)
+    sources = sources_for_ranks(model, files)
+    shipment, reference = shipped_for_npus(model, options, sources, report)
+    others.load(shipment)
+    named = module_tensors(model)
+    own = with_report(lowered_program(shipment, 0, named, others.device), report)
+    try:
+        return led(own, model, reference, owns_weights, others)
+    except GroupFailed as error:
+        if options.codegen == "none":
+            raise
+        raise UnsupportedModel(
+            f"tensor_parallel_size={options.tensor_parallel_size} with codegen={options.codegen!r}: {error}; "
+            "codegen='none' runs operator by operator"
+        ) from error
 
 
 def shipped_for_npus(

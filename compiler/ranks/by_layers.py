@@ -7,29 +7,79 @@ them, and are compared with these logits together.
 from __future__ import annotations
 
 import logging
+from collections.abc import Container
 from dataclasses import replace
 
 from torch import nn
 
-from ..passes import UnsupportedModel
-from ..runtime.ops.linear.stored_weight import StoredWeight
-from ..runtime.phases import timed
-from .build import rewritten
-from .link.linkage import Linkage
-from .options import CompileOptions
-from .report import CompileReport
-from .verify.cache_restart import restart_length
-from .verify.self_check import Reference
-from .verify.streamed_reference import LayersInFiles
-from .warm_start.checkpoint_files import CheckpointFiles
-from .warm_start.file import ProgramStore
-from .warm_start.graph_data import CannotStore
-from .warm_start.restore import Outdated, describe
-from .warm_start.shipment import Shipment
-from .warm_start.streamed import StreamedModel, check_streamed, place_forms, stream
-from .weights.tensor_contents import module_tensors
+from ...passes import UnsupportedModel
+from ...runtime.ops.kernel_check import check_kernels
+from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.phases import timed
+from ..build import rewritten
+from ..link.linkage import Linkage
+from ..live_module.describer import CannotIdentify
+from ..options import CompileOptions
+from ..report import CompileReport
+from ..verify.cache_restart import restart_length
+from ..verify.self_check import Reference
+from ..verify.streamed_reference import LayersInFiles
+from ..warm_start.checkpoint_files import CheckpointFiles
+from ..warm_start.file import ProgramStore
+from ..warm_start.graph_data import CannotStore
+from ..warm_start.identity import identity
+from ..warm_start.record import record_or_none
+from ..warm_start.restore import Outdated, StoredReference, describe
+from ..warm_start.shipment import AnyProgram, OtherRanks, Shipment
+from ..warm_start.streamed import StreamedModel, check_streamed, place_forms, stream, streamed_key
+from ..weights.tensor_contents import module_tensors
+from .lead import led, program_of_rank
 
 log = logging.getLogger(__name__)
+
+
+def program_by_layers(
+    layers: LayersInFiles,
+    options: CompileOptions,
+    files: CheckpointFiles,
+    loaded: Container[str],
+    store: ProgramStore | None,
+    others: OtherRanks,
+) -> AnyProgram:
+    """The program of all ranks, of which this one, too, takes its part from the files.
+
+    Raises:
+        UnsupportedModel: as ``led``; or the layers cannot be loaded one by one.
+    """
+    model = layers.repeat.model
+    report = CompileReport(type(model).__name__)
+    check_kernels()
+    key, record, kept = "", None, None
+    try:
+        kept = None if store is None else (store, streamed_key(files))
+    except CannotIdentify as error:
+        log.info("not storing the program for later starts: %s", error)
+    shipment, reference = shipped_by_layers(layers, options, files, kept, report)
+    if kept is not None and reference is not None:
+        try:
+            found = identity(model, options, str(files.contents()))
+            key, record = found.digest, record_or_none(model, options, found, files, loaded, shipment.sources)
+        except CannotIdentify as error:
+            log.info("not storing the program for later starts: %s", error)
+    others.load(shipment)
+    release_weights(model)
+    own = program_of_rank(shipment, 0, files, None)
+    try:
+        program = led(own, model, reference, False, others)
+    except UnsupportedModel:
+        if kept is not None:
+            kept[0].discard(kept[1])
+        raise
+    if kept is not None and record is not None and reference is not None:
+        program_to_keep = replace(shipment.program, report=own.report, reference=StoredReference.of(reference))
+        kept[0].save(key, program_to_keep)
+        kept[0].save(*record)
+    return program
 
 
 def shipped_by_layers(

@@ -1,0 +1,156 @@
+"""Layers that were not compiled themselves: weights and caches of another layer are found without running them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.compiler.build import build_unpacked
+from torch_pagoda.compiler.capture import layer_repeat
+from torch_pagoda.compiler.capture.layer_repeat import CannotRepeat, LayerRepeat
+from torch_pagoda.compiler.verify.copied_layers import check_order
+from torch_pagoda.passes import TracedGraph
+from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
+
+from tiny_models import build_tiny_model
+
+DEPTH = 7
+OPTIONS = CompileOptions(codegen="none", target="cpu")
+
+
+@pytest.fixture(scope="module")
+def deep() -> tuple[LayerRepeat, TracedGraph]:
+    """A llama of 7 layers, 4 of them compiled, and its graph."""
+    model = build_tiny_model("llama", num_hidden_layers=DEPTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_repeat, "LEAST_SAVED", 1)
+        repeat = LayerRepeat.of(model)
+        built = build_unpacked(model, OPTIONS)
+    assert repeat is not None and built.program.report.layers_compiled == 4
+    return repeat, built.traced
+
+
+def of_layer(graph: TracedGraph, layer: int, what: str = "") -> list[str]:
+    """Inputs that receive tensors of a layer."""
+    return [name for name in graph.constants if re.search(rf"layers_(modules_)?{layer}_.*{what}", name)]
+
+
+def exchange(graph: TracedGraph, ones: list[str], others: list[str]) -> None:
+    assert ones and len(ones) == len(others)
+    for one, other in zip(ones, others, strict=True):
+        graph.constants[one], graph.constants[other] = graph.constants[other], graph.constants[one]
+
+
+def exchanged_layers(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 4), of_layer(graph, 6))
+
+
+def exchanged_matrices(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 4, "down_proj"), of_layer(graph, 5, "down_proj"))
+
+
+def compiled_and_copied(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 2, "down_proj"), of_layer(graph, 5, "down_proj"))
+
+
+def rows_of_a_merged_one(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 4, "k_proj"), of_layer(graph, 5, "k_proj"))
+
+
+def within_a_layer(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 5, "k_proj"), of_layer(graph, 5, "v_proj"))
+
+
+def read_twice(graph: TracedGraph) -> None:
+    (one,), (other,) = of_layer(graph, 5, "o_proj"), of_layer(graph, 4, "o_proj")
+    graph.constants[one] = graph.constants[other]
+
+
+def norm_of_another_layer(graph: TracedGraph) -> None:
+    exchange(graph, of_layer(graph, 4, "input_layernorm"), of_layer(graph, 5, "input_layernorm"))
+
+
+def caches(graph: TracedGraph) -> None:
+    for node in graph.placeholders:
+        if (index := node.meta.get("cache_index")) in (4, 5):
+            node.meta["cache_index"] = 9 - index
+
+
+FAULTS = [
+    exchanged_layers,
+    exchanged_matrices,
+    compiled_and_copied,
+    rows_of_a_merged_one,
+    within_a_layer,
+    read_twice,
+    norm_of_another_layer,
+    caches,
+]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_layer_reads_its_own_weights_in_its_turn(deep: tuple[LayerRepeat, TracedGraph], fault: Any) -> None:
+    repeat, traced = deep
+    check_order(repeat, traced)
+    changed = traced.copy()
+    fault(changed)
+    with pytest.raises(CannotRepeat, match="order"):
+        check_order(repeat, changed)
+
+
+PACKED = {
+    "as they are": {"pack_weights": True},
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+}
+
+
+@pytest.mark.parametrize("how", PACKED)
+def test_what_is_packed_is_the_layers_own(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "as they are" and not can_pack(torch.bfloat16):
+        pytest.skip("no packed bf16 products on this CPU")
+    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", 1)
+    model = build_tiny_model("llama", num_hidden_layers=DEPTH, dtype=torch.bfloat16)
+    built = build_unpacked(model, replace(OPTIONS, **PACKED[how]))  # type: ignore[arg-type]
+    program, products = built.program, built.products
+    assert products is not None and len(products.expected) >= 4 * DEPTH + 1
+    program.pack_weights(release=False)
+    assert products.fault(program) == ""
+    places = [program.linkage.inputs.index(name) for name in products.expected]
+    tried = 0
+    for one in places:
+        for other in places:
+            held = program._args[one]
+            if one == other or program._args[other].shape != held.shape:
+                continue
+            program._args[one] = program._args[other]
+            assert program.linkage.inputs[one] in products.fault(program)
+            program._args[one] = held
+            tried += 1
+            break
+    assert tried >= 4 * DEPTH
+
+
+def test_experts_and_zeros_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", 1)
+    model = build_tiny_model("mixtral", num_hidden_layers=DEPTH)
+    with torch.no_grad():
+        model.model.layers[5].self_attn.o_proj.weight.zero_()
+    built = build_unpacked(model, replace(OPTIONS, quantization="int8"))
+    program, products = built.program, built.products
+    assert products is not None and any(len(parts) == 2 for parts in products.expected.values())
+    program.pack_weights(release=False)
+    assert products.fault(program) == ""
+    stacks = [name for name, parts in products.expected.items() if len(parts) == 2]
+    for names in (stacks[:1] + stacks[2:3], [n for n in products.expected if "o_proj" in n][4:6]):
+        one, other = map(program.linkage.inputs.index, names)
+        given = program._args[one], program._args[other]
+        assert given[0].shape == given[1].shape
+        program._args[one], program._args[other] = reversed(given)
+        assert "is not" in products.fault(program)
+        program._args[one], program._args[other] = given
