@@ -91,9 +91,13 @@ class Built:
             self.shallow.program.share_weights(self.program)
             verdict = check(self.shallow.program, self.shallow.reference, weight_bits=weight_bits)
         assert verdict is not None
-        if verdict.ok and self.products is not None and (reason := self.products.fault(self.program)):
-            return replace(verdict, ok=False, reason=reason)
-        return verdict
+        if not verdict.ok or self.products is None:
+            return verdict
+        try:
+            reason = self.products.fault(self.program)
+        except Exception as error:
+            reason = f"a product with a packed weight failed: {first_line(error)}"
+        return replace(verdict, ok=not reason, reason=reason)
 
 
 @dataclass(frozen=True)

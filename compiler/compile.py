@@ -96,7 +96,7 @@ def compile_program(
         return program_by_layers(layers, options, files, sys.modules if loaded is None else loaded, store, others)
     sources, compares_all, state = None, False, None
     if files is not None and others is None and options.target == "cpu" and options.verify != "off":
-        state = files.state()
+        state = next(iter(files.known), None) or files.state()  # when it was looked for first
         sources, compares_all = _checked_sources(model, files)  # before anything packs the weights, or moves them
     if store is not None:
         seconds: dict[str, float] = {}
@@ -133,9 +133,8 @@ def compile_program(
     try:
         finish(built, owns_weights=owns_weights)
     except NotFinite as error:
-        if files is None:
-            raise
-        raise NotFinite(not_finite(type(model).__name__, files.tensors().items())) from error
+        named = model.named_parameters() if files is None else files.tensors().items()
+        raise NotFinite(not_finite(type(model).__name__, named)) from error
     if files is not None and state is not None and files.state() != state:
         raise ValueError("a file of the checkpoint was written while it was loaded; start again")
     program: AnyProgram = built.program

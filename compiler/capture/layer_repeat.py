@@ -18,7 +18,7 @@ import logging
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -113,7 +113,19 @@ class LayerRepeat:
         Raises:
             CannotRepeat: the compiled layers are not alike in it.
         """
-        return _Unrolling(self, traced.copy()).run()
+        unrolled = _Unrolling(self, traced.copy()).run()
+        self.check_unrolled(unrolled)
+        return unrolled
+
+    def check_unrolled(self, traced: TracedGraph) -> None:
+        """Compare each period of a graph of all layers with the one before it, node by node.
+
+        Raises:
+            CannotRepeat: one does something else.
+        """
+        whole = _Unrolling(replace(self, kept=self.total), traced.copy())
+        for count in range((self.total - self.kept) // self.period + 1):
+            whole.compare_periods(count)
 
 
 def _check_code(model: nn.Module) -> None:
@@ -167,18 +179,26 @@ class _Unrolling:
         marks = self._last_reads()
         if len(marks) != repeat.kept:
             raise CannotRepeat(f"{len(marks)} of {repeat.kept} layers read a cache")
-        period = repeat.period
-        self.start, self.middle, self.end = (marks[-1 - i * period] for i in (2, 1, 0))
+        self.marks = marks[:: -repeat.period]
+        self.caches = len(traced.caches) - self._caches_before(self.marks[1])
+        self.compare_periods(0)
+
+    def compare_periods(self, count: int) -> None:
+        """Compare the two periods in front of so many of the last.
+
+        Raises:
+            CannotRepeat: they differ.
+        """
+        self.end, self.middle, self.start = self.marks[count : count + 3]
         self.length = self.end - self.middle
-        self.caches = len(traced.caches) - self._caches_before(marks[-1 - period])
         if self.middle - self.start != self.length:
             raise CannotRepeat(
                 f"layers of {self.middle - self.start} and of {self.length} operators follow each other"
             )
-
-    def run(self) -> TracedGraph:
         for i in range(1, self.length + 1):
             self._compare(self.calls[self.start + i], self.calls[self.middle + i])
+
+    def run(self) -> TracedGraph:
         specs = self.traced.caches[-2 * self.caches :]
         if self.caches == 0 or specs[: self.caches] != specs[self.caches :]:
             raise CannotRepeat("their caches differ")

@@ -1,15 +1,15 @@
 """Proof that the layers that were not compiled themselves read their own weights: in the graph, and packed.
 
 Where a few decoder layers stand for all that are like them, the logits of these few are compared with the model's.
-The other layers are copies of them, operator by operator; what can be wrong with a copy is which weights it reads.
-``check_order`` reads that off the graph, and ``PackedProducts`` compares what was packed with the module's tensors.
+The other layers are copies of them, operator by operator (``LayerRepeat.check_unrolled``). ``check_order`` reads off
+the graph which weights each copy reads, and ``PackedProducts`` compares what was packed with the module's tensors.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +48,8 @@ def check_order(repeat: LayerRepeat, traced: TracedGraph) -> None:
     for name, tensor in module_tensors(repeat.model).items():
         if (match := layer.fullmatch(name)) is not None:
             owners[id(tensor)].add((int(match[1]), match[2]))
+            if isinstance(tensor, StoredWeight) and tensor.order is not None:
+                owners[id(tensor.order)].add((int(match[1]), f"{match[2]}.order"))
     wholes = traced.constants | {name: part.whole for name, part in traced.notes.parts.items()}
     caches, read, periods = [], defaultdict[str, list[int]](list), defaultdict[int, list[tuple[int, str]]](list)
     first = repeat.kept - repeat.period
@@ -84,9 +86,12 @@ def _inputs_in_order(traced: TracedGraph) -> Iterator[torch.fx.Node]:
 
 
 def _sources(traced: TracedGraph, name: str) -> Iterator[str]:
-    """The inputs that an input is made of when the graph is linked, in order; itself where it is not."""
-    made = traced.notes.merged.get(name) or next((p.sources for p in traced.notes.packed if p.name == name), None)
-    if made is None or made == (name,):
+    """The inputs that an input is made of, by a pass or when the graph is linked; itself where it is not."""
+    notes = traced.notes
+    packed = {noted.name: noted.sources for noted in notes.packed}
+    _, folded = notes.made_of.get(id(traced.constants.get(name)), (None, ()))
+    made = notes.merged.get(name) or packed.get(name) or folded
+    if not made or made == (name,):
         yield name
         return
     for source in made:
@@ -98,11 +103,11 @@ class PackedProducts:
     """Products with the tensors that weights are packed from, taken before these are freed.
 
     Attributes:
-        expected: of each packed input, for its matrix, or for the first and the last one of a stack, the products
-            with some rows of each tensor that it is made of.
+        expected: of each packed input, by its place in a stack (None: it is a matrix), the products with some rows
+            of each tensor that it is made of.
     """
 
-    expected: Mapping[str, list[list[_Rows]]]
+    expected: Mapping[str, dict[int | None, list[_Rows]]]
 
     @classmethod
     @phase("verify")
@@ -110,19 +115,24 @@ class PackedProducts:
         """The products with all weights of a graph that are to be packed."""
         found = {}
         for noted in traced.notes.packed:
-            sources = [traced.constants[name] for name in noted.sources]
-            stacks = [matrices(source, noted) if source.dim() == 3 else [source] for source in sources]
-            found[noted.name] = [[_Rows.of(stack[at]) for stack in stacks] for at in _ends(stacks[0])]
+            # One that is not merged may be the transposed parameter.
+            names = noted.sources if len(noted.sources) > 1 else [noted.name]
+            sources = [traced.constants[name] for name in names]
+            if sources[0].dim() == 3:
+                stacks = [matrices(source, noted) for source in sources]
+                ends = (0, len(stacks[0]) - 1)
+                found[noted.name] = {at: [_Rows.of(stack[at], noted) for stack in stacks] for at in ends}
+            else:
+                found[noted.name] = {None: [_Rows.of(source, noted) for source in sources]}
         return cls(found)
 
     @phase("verify")
     def fault(self, program: LinkedProgram) -> str:
         """What a program whose weights are packed holds in place of another; "" where each is in its place."""
         for noted, packed in program.packed_weights():
-            expected = self.expected[noted.name]
-            for at, parts in zip((0, -1), expected, strict=False):
+            for at, parts in self.expected[noted.name].items():
                 outputs = sum(part.outputs for part in parts)
-                product = _product(packed if len(expected) == 1 else packed[at], outputs, parts[0].inputs, noted)
+                product = _product(packed if at is None else packed[at], outputs, parts[0].inputs, noted)
                 for part, own in zip(parts, product.split([part.outputs for part in parts], -1), strict=True):
                     if not part.is_alike(own):
                         return f"the packed weight {noted.name!r} is not {', '.join(noted.sources)}"
@@ -144,8 +154,9 @@ class _Rows:
     product: torch.Tensor
 
     @classmethod
-    def of(cls, matrix: torch.Tensor) -> _Rows:
-        if isinstance(matrix, StoredWeight):  # the kernel orders the inputs, not the columns
+    def of(cls, matrix: torch.Tensor, noted: PackedWeight) -> _Rows:
+        if isinstance(matrix, StoredWeight) and noted.quantization is not None:
+            # The kernel orders the inputs, not the columns.
             matrix = matrix.replaced(form=replace(matrix.form, ordered=False), order=None, dtype=torch.float32)
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_INPUTS, matrix.shape[1], generator=generator).to(matrix.dtype)
@@ -159,10 +170,6 @@ class _Rows:
             return True  # the program's logits will not be finite, either
         norms = found.norm() * expected.norm()
         return bool(found @ expected >= _LEAST_ALIKE * norms) and bool(expected.norm()) == bool(found.norm())
-
-
-def _ends(stack: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return (0,) if len(stack) == 1 else (0, -1)
 
 
 def _at_ends(outputs: int) -> tuple[slice, slice]:

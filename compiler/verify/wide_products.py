@@ -34,11 +34,9 @@ def widens(dtype: torch.dtype) -> bool:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """``torch.nn.functional.linear``, where it is fastest. On x86 oneDNN multiplies float32: MKL, which torch would
     call, is half as fast on AMD processors."""
-    if x.dtype is not weight.dtype:
-        return torch.nn.functional.linear(x, weight, bias)
-    if widens(x.dtype):
+    if _can_widen(x, weight, bias):
         return _in_float32(x, weight, bias)
-    if _ONEDNN and x.dtype is torch.float32 and weight.is_contiguous():
+    if _ONEDNN and x.dtype is weight.dtype is torch.float32 and weight.is_contiguous():
         return _multiply(x, weight, bias)
     return torch.nn.functional.linear(x, weight, bias)
 
@@ -54,6 +52,8 @@ class WideProducts(TorchFunctionMode):
 
 def _can_widen(x: Any, weight: Any, bias: Any = None) -> bool:
     if not widens(x.dtype) or x.dtype is not weight.dtype or {x.device.type, weight.device.type} != {"cpu"}:
+        return False
+    if weight.dim() != 2 or not weight.numel() or (bias is not None and bias.shape != weight.shape[:1]):
         return False
     return type(x) is torch.Tensor and not (isinstance(weight, StoredWeight) and weight.transposed)
 

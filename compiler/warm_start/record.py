@@ -204,7 +204,8 @@ class KnownTensors:
     """
 
     def __init__(self, files: CheckpointFiles, dtypes: Collection[torch.dtype], shown: torch.dtype) -> None:
-        self._numbers: dict[str, set[str]] = defaultdict(set)
+        self._numbers: dict[str, set[str]] = defaultdict(set)  # of the layers that hold it, by digest
+        self._digests: dict[str, list[str]] = defaultdict(list)  # in all dtypes
         self._own: dict[str, str] = {}
         self._quantized: dict[str, str] = {}
         converted: dict[str, tuple[str, torch.dtype | None]] = {}
@@ -214,10 +215,14 @@ class KnownTensors:
                 pages = FilePages([tensor])
             if isinstance(tensor, StoredWeight):
                 self._quantized[name] = stored_digest(tensor)
+                self._note(name, self._quantized[name])
             else:
                 self._own[name] = sample_digest(tensor)
+                self._note(name, self._own[name])
                 for dtype in set(dtypes) - {tensor.dtype} if tensor.is_floating_point() else ():
-                    converted.setdefault(sample_digest(tensor, dtype), (name, dtype))
+                    digest = sample_digest(tensor, dtype)
+                    converted.setdefault(digest, (name, dtype))
+                    self._note(name, digest)
             pages.drop_tensors([tensor])  # the system has read much around the samples
         self._by_content = {
             **converted,
@@ -226,11 +231,12 @@ class KnownTensors:
         self._names = {digest: name for digest, (name, _) in self._by_content.items()}
 
     def is_in_layer(self, name: str, number: str) -> bool:
-        """Whether a tensor with this number holds the same as the tensor ``name``."""
-        if not self._numbers:
-            for other, digest in (self._own | self._quantized).items():
-                self._numbers[digest].add(number_in(other))
-        return number in self._numbers.get(self._quantized.get(name) or self._own.get(name, ""), ())
+        """Whether a tensor with this number holds the same as the tensor ``name``, in one of the model's dtypes."""
+        return any(number in self._numbers[digest] for digest in self._digests[name])
+
+    def _note(self, name: str, digest: str) -> None:
+        self._digests[name].append(digest)
+        self._numbers[digest].add(number_in(name))
 
     def sources(self, named: Mapping[str, torch.Tensor]) -> Sources:
         """What tensors of the model are in the files.

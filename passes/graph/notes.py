@@ -129,6 +129,7 @@ class GraphNotes:
         widened: graph input → the one that holds the same elements in fewer bits; in float32 once it is linked.
         folded: names of the constants that others were computed from, or numbers read off (scales, tables of masks),
             each once.
+        made_of: id of a folded constant → itself, and the inputs that it was computed from.
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
             are all layers.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
@@ -143,6 +144,7 @@ class GraphNotes:
     quantized: list[QuantizedInputs] = field(default_factory=list)
     widened: dict[str, str] = field(default_factory=dict)
     folded: list[str] = field(default_factory=list)
+    made_of: dict[int, tuple[torch.Tensor, tuple[str, ...]]] = field(default_factory=dict)
     of_layers: frozenset[str] = frozenset()
     rope_switch: int | None = None
     parts: dict[str, Part] = field(default_factory=dict)
@@ -165,6 +167,7 @@ class GraphNotes:
             quantized=list(self.quantized),
             widened=dict(self.widened),
             folded=list(self.folded),
+            made_of=dict(self.made_of),
             parts=dict(self.parts),
             followed_literals=literals,
         )

@@ -72,6 +72,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             _put_number(node, folded)
         if node.users:
             node.replace_all_uses_with(traced.add_constant(_unused_name(traced), folded))
+            traced.notes.made_of[id(folded)] = folded, tuple(sources)
         traced.notes.fold(sources)
         return ""
 

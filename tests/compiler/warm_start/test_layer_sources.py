@@ -90,6 +90,20 @@ def test_names_that_are_converted_are_known(kind: str, tmp_path: Path) -> None:
     assert as_numbered(*loaded(saved(tmp_path, kind)))
 
 
+def test_what_a_dtype_does_not_tell_apart_is_alike(tmp_path: Path) -> None:
+    """Norms that differ in float32, and are ones in bfloat16."""
+    model = build_tiny_model("llama", num_hidden_layers=DEPTH)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter += 1e-4 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+        model.model.layers[3].input_layernorm.weight += 2e-4
+    model.save_pretrained(tmp_path)
+    files = checkpoint_files(tmp_path, "bfloat16")
+    assert files is not None
+    assert as_numbered(load_model(tmp_path, "bfloat16", False, torch.device("cpu")), files)
+
+
 def test_files_that_number_layers_otherwise_tell_nothing(tmp_path: Path) -> None:
     model, files = loaded(saved(tmp_path))
     known = known_tensors(model, files)
