@@ -123,7 +123,7 @@ class LayerRepeat:
         Raises:
             CannotRepeat: one does something else.
         """
-        whole = _Unrolling(replace(self, kept=self.total), traced.copy())
+        whole = _Unrolling(replace(self, kept=self.total), traced.copy(), self.kept)
         for count in range((self.total - self.kept) // self.period + 1):
             whole.compare_periods(count)
 
@@ -159,9 +159,12 @@ def _periods(kinds: Sequence[Hashable]) -> tuple[int, int] | None:
 
 
 class _Unrolling:
-    """One unrolling of one graph, which is changed."""
+    """One unrolling of one graph, which is changed; or, with ``compiled`` layers, one that was unrolled from them.
 
-    def __init__(self, repeat: LayerRepeat, traced: TracedGraph) -> None:
+    What layers in front of their last two periods compute, all others may read.
+    """
+
+    def __init__(self, repeat: LayerRepeat, traced: TracedGraph, compiled: int | None = None) -> None:
         self.repeat, self.traced = repeat, traced
         self.tensors = module_tensors(repeat.model)
         self.names = {id(tensor): name for name, tensor in self.tensors.items()}
@@ -179,6 +182,7 @@ class _Unrolling:
         marks = self._last_reads()
         if len(marks) != repeat.kept:
             raise CannotRepeat(f"{len(marks)} of {repeat.kept} layers read a cache")
+        self.shared = marks[(compiled or repeat.kept) - 1 - 2 * repeat.period]
         self.marks = marks[:: -repeat.period]
         self.caches = len(traced.caches) - self._caches_before(self.marks[1])
         self.compare_periods(0)
@@ -323,7 +327,7 @@ class _Unrolling:
             return a.op == b.op and (self._shifted_name(a.name, 1) == b.name or self._equal_tables(a, b))
         if self.at[b] > self.start:
             return self.at[b] - self.at[a] == self.length
-        return a is b
+        return a is b and self.at[b] <= self.shared
 
     def _equal_tables(self, a: fx.Node, b: fx.Node) -> bool:
         """True if two inputs receive tensors that passes made, and these are equal."""

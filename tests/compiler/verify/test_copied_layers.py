@@ -113,9 +113,7 @@ def of_few_layers(model: Any, options: CompileOptions) -> tuple[LayerRepeat, Tra
     return repeat, built.traced
 
 
-def test_copies_go_on_from_the_layer_before(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_copies_follow_the_layer_before(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def shifted(self: Any, periods: int, copies: Any, newest: Any, old: Any) -> Any:
         if old.op == "placeholder":
             return self._input(old, periods)
