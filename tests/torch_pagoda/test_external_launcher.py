@@ -9,11 +9,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from torch_pagoda import LLM, SamplingParams, cli
+from torch_pagoda import LLM, SamplingParams, cli, shipping
+from torch_pagoda.compiler import CompileOptions
+from torch_pagoda.load_options import LoadOptions
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tiny-pydoc"
 BACKEND = {"distributed_executor_backend": "external_launcher"}
@@ -93,8 +97,33 @@ def test_ray_is_refused_where_it_cannot_work(
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", found)
+    monkeypatch.setattr(shipping, "join_ray", lambda *_, **__: pytest.fail("joined"))
     with pytest.raises(ValueError, match=re.escape(told)):
         LLM("/no/such/model", tensor_parallel_size=2, distributed_executor_backend="ray", **options)
+
+
+def test_ray_reserves_the_threads_of_each_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And ranks whose working folders are others get the whole path of the checkpoint."""
+    launches: list[Any] = []
+
+    def ranks(size: int, *, launch: Any, **options: Any) -> Any:
+        launches.append(launch)
+        return SimpleNamespace(pids=[7] * (size - 1))
+
+    monkeypatch.setattr(shipping, "Ranks", ranks)
+    monkeypatch.setattr(shipping, "RayRanks", lambda *terms: terms)
+    (tmp_path / "a-model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    before = torch.get_num_threads()
+    monkeypatch.setattr(shipping, "threads_per_rank", lambda size: before + 1)
+    compiling = CompileOptions(tensor_parallel_size=2, pipeline_parallel_size=2)
+    try:
+        made = shipping.ShippingRanks("a-model", LoadOptions(distributed_executor_backend="ray"), compiling, None)
+    finally:
+        torch.set_num_threads(before)
+    (launch,) = launches
+    assert launch() == (4, 2, before + 1, {"CPU": before + 1}, shipping.load_program)
+    assert made._model == str(tmp_path / "a-model")
 
 
 @pytest.mark.parametrize(

@@ -75,11 +75,11 @@ def ranks() -> Iterator[Callable[..., tuple[Ranks, int]]]:
         ranks.close()
 
 
-def engine(ranks: Ranks) -> Engine:
+def engine(ranks: Ranks, **options: Any) -> Engine:
     windows = (0,) * LAYERS
     ranks.load(Message("load", {"windows": list(windows)}))
     program: Any = ranks.lead(toy_ranks.RankProgram(0, 2, windows))
-    return Engine(program, block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16)
+    return Engine(program, block_size=4, num_blocks=64, max_num_seqs=4, max_num_batched_tokens=16, **options)
 
 
 def ended(pid: int) -> int:
@@ -114,7 +114,7 @@ def test_one_that_is_known_not_to_come_is_not_waited_for():
     def check() -> None:
         raise GroupFailed(1, "ended: it has no such module")
 
-    launched = LaunchedRanks(place_of(0), 600, store=("127.0.0.1", 0))
+    launched = LaunchedRanks(place_of(0), 10, store=("127.0.0.1", 0))
     with pytest.raises(GroupFailed, match="rank 1 ended: it has no such module"):
         launched.start(check)
     launched.close()
@@ -153,6 +153,16 @@ def test_ranks_that_were_asked_for_something_else_are_refused(ranks):
     with pytest.raises(GroupFailed, match="rank 1 has another model than rank 0: 'another', not 'toy'"):
         engine(lead)
     assert ended(pid) in (0, 1)
+
+
+def test_ranks_that_no_child_process_is_have_no_store_of_blocks(ranks, tmp_path):
+    """Ray's neither, which may be on other hosts, too."""
+    lead, pid = ranks({})
+    told = "kv_store: the ranks may be on several hosts, .*; use distributed_executor_backend='mp'"
+    with pytest.raises(ValueError, match=told):
+        engine(lead, kv_store=f"folder://{tmp_path}", swap_space=1 << 20, fingerprint=b"of this test")
+    lead.close()
+    assert ended(pid) == 0
 
 
 def test_who_does_not_know_the_key_is_no_rank():
