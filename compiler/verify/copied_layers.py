@@ -113,15 +113,15 @@ class PackedProducts:
     @phase("verify")
     def of(cls, traced: TracedGraph) -> PackedProducts:
         """The products with all weights of a graph that are to be packed."""
-        found = {}
+        found: dict[str, dict[int | None, list[_Rows]]] = {}
         for noted in traced.notes.packed:
             # One that is not merged may be the transposed parameter.
             names = noted.sources if len(noted.sources) > 1 else [noted.name]
             sources = [traced.constants[name] for name in names]
             if sources[0].dim() == 3:
                 stacks = [matrices(source, noted) for source in sources]
-                ends = (0, len(stacks[0]) - 1)
-                found[noted.name] = {at: [_Rows.of(stack[at], noted) for stack in stacks] for at in ends}
+                ends: tuple[int | None, ...] = (0, len(stacks[0]) - 1)
+                found[noted.name] = {at: [_Rows.of(stack[at or 0], noted) for stack in stacks] for at in ends}
             else:
                 found[noted.name] = {None: [_Rows.of(source, noted) for source in sources]}
         return cls(found)
