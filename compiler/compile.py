@@ -135,8 +135,8 @@ def compile_program(
     except NotFinite as error:
         named = model.named_parameters() if files is None else files.tensors().items()
         raise NotFinite(not_finite(type(model).__name__, named)) from error
-    if files is not None and state is not None and files.state() != state:
-        raise ValueError("a file of the checkpoint was written while it was loaded; start again")
+    if files is not None and state is not None and not files.are_as(state):
+        raise ValueError("a file of the checkpoint was written or removed while it was loaded; start again")
     program: AnyProgram = built.program
     if others is not None:
         program = led(built.program, model, built.reference, owns_weights, others)

@@ -89,6 +89,13 @@ class CheckpointFiles:
         stats = map(os.stat, self.weights)
         return tuple((stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats)
 
+    def are_as(self, state: Hashable) -> bool:
+        """Whether the system says the same of the files as ``state``."""
+        try:
+            return self.state() == state
+        except OSError:
+            return False
+
     def _digest(self) -> str:
         digest = hashlib.sha256()
         tensors = self.tensors()

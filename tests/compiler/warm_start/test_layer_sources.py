@@ -124,17 +124,20 @@ def test_a_module_of_other_layers_is_refused(tmp_path: Path) -> None:
         compile_program(model, OPTIONS, owns_weights=True, files=files)
 
 
-def test_a_file_that_is_written_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", [os.utime, os.unlink])
+def test_a_file_that_is_changed_meanwhile_is_refused(
+    change: Callable[[str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, files = loaded(saved(tmp_path, depth=1))
     checked = compile_module._checked_sources
 
     def written(*given: Any) -> Any:
         found = checked(*given)
-        os.utime(files.weights[-1])
+        change(files.weights[-1])
         return found
 
     monkeypatch.setattr(compile_module, "_checked_sources", written)
-    with pytest.raises(ValueError, match="was written while it was loaded; start again"):
+    with pytest.raises(ValueError, match="was written or removed while it was loaded; start again"):
         compile_program(model, OPTIONS, owns_weights=True, files=files)
 
 
