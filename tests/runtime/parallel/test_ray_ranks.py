@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -124,6 +125,8 @@ def test_the_end_of_a_channel_names_the_rank_before_ray_does(monkeypatch, ranks,
     monkeypatch.setattr(ray_ranks, "_REASON_SECONDS", 0.05)
     FakeRay([HERE, "a"], others.follow).install(monkeypatch)
     watch = Watch(ranks().start)
+    while not others.channels:  # which a thread of its own appends
+        time.sleep(0.01)
     others.channels.pop().close()
     told = failure(watch)
     assert re.fullmatch(rf"rank 1 \(pid {os.getpid()}, host .*\) ended (at the start|in loading)", told), told
