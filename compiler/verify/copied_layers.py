@@ -52,11 +52,11 @@ def check_order(repeat: LayerRepeat, traced: TracedGraph) -> None:
                 owners[id(tensor.order)].add((int(match[1]), f"{match[2]}.order"))
     wholes = traced.constants | {name: part.whole for name, part in traced.notes.parts.items()}
     caches, read, periods = [], defaultdict[str, list[int]](list), defaultdict[int, list[tuple[int, str]]](list)
-    first = repeat.kept - repeat.period
+    first, made_of = repeat.kept - repeat.period, _made_of(traced)
     for node in _inputs_in_order(traced):
         if (index := cache_index(node)) is not None:
             caches += [] if index in caches else [index]
-        for name in _sources(traced, node.name):
+        for name in _sources(node.name, made_of):
             found = owners.get(id(wholes.get(name)), ())
             if len(found) != 1:  # not of a layer, or of several that share it
                 continue
@@ -85,17 +85,21 @@ def _inputs_in_order(traced: TracedGraph) -> Iterator[torch.fx.Node]:
                 yield node
 
 
-def _sources(traced: TracedGraph, name: str) -> Iterator[str]:
-    """The inputs that an input is made of, by a pass or when the graph is linked; itself where it is not."""
+def _made_of(traced: TracedGraph) -> dict[str, tuple[str, ...]]:
+    """Input → those that it is made of, by a pass or when the graph is linked."""
     notes = traced.notes
+    folded = {name: notes.made_of[id(t)][1] for name, t in traced.constants.items() if id(t) in notes.made_of}
     packed = {noted.name: noted.sources for noted in notes.packed}
-    _, folded = notes.made_of.get(id(traced.constants.get(name)), (None, ()))
-    made = notes.merged.get(name) or packed.get(name) or folded
-    if not made or made == (name,):
+    made = folded | packed | notes.merged
+    return {name: sources for name, sources in made.items() if sources and sources != (name,)}
+
+
+def _sources(name: str, made_of: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """The inputs that an input is made of in the end; itself where it is not."""
+    if name not in made_of:
         yield name
-        return
-    for source in made:
-        yield from _sources(traced, source)
+    for source in made_of.get(name, ()):
+        yield from _sources(source, made_of)
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ class KnownTensors:
 
     def is_in_layer(self, name: str, number: str) -> bool:
         """Whether a tensor with this number holds the same as the tensor ``name``, in one of the model's dtypes."""
-        return any(number in self._numbers[digest] for digest in self._digests[name])
+        return any(number in self._numbers[digest] for digest in self._digests.get(name, ()))
 
     def _note(self, name: str, digest: str) -> None:
         self._digests[name].append(digest)

@@ -12,10 +12,11 @@ import torch
 from quantized_checkpoints import quantize_folder
 
 from torch_pagoda.checkpoint.loading import load_model
-from torch_pagoda.compiler import CompileOptions
-from torch_pagoda.compiler.build import build_unpacked
+from torch_pagoda.compiler import CompileOptions, UnsupportedModel
+from torch_pagoda.compiler.build import build_program, build_unpacked
 from torch_pagoda.compiler.capture import layer_repeat
 from torch_pagoda.compiler.capture.layer_repeat import CannotRepeat, LayerRepeat
+from torch_pagoda.compiler.link.linker import LinkedProgram
 from torch_pagoda.compiler.verify.copied_layers import check_order
 from torch_pagoda.passes import TracedGraph
 from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
@@ -126,6 +127,25 @@ def test_copies_follow_the_layer_before(monkeypatch: pytest.MonkeyPatch, caplog:
     with caplog.at_level("INFO"):
         built = build_unpacked(build_tiny_model("llama", num_hidden_layers=DEPTH), OPTIONS)
     assert built.program.report.layers_compiled is None and "differ" in caplog.text
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_copies_have_caches_of_their_own(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that share one compute the same as others in one step, and forget in the next."""
+    bind = LinkedProgram.bind
+
+    def bound(program: LinkedProgram, kv_cache: Any) -> None:
+        shares = is_wrong and len(kv_cache) == DEPTH
+        bind(program, [*kv_cache[:5], kv_cache[4], *kv_cache[6:]] if shares else kv_cache)
+
+    monkeypatch.setattr(layer_repeat, "LEAST_SAVED", 1)
+    monkeypatch.setattr(LinkedProgram, "bind", bound)
+    model = build_tiny_model("llama", num_hidden_layers=DEPTH)
+    if is_wrong:
+        with pytest.raises(UnsupportedModel, match="in chunks and decode steps give other logits"):
+            build_program(model, OPTIONS)
+    else:
+        assert build_program(model, OPTIONS).report.layers_compiled == 4
 
 
 def test_what_is_computed_from_weights_is_the_layers_own(monkeypatch: pytest.MonkeyPatch) -> None:
