@@ -37,6 +37,7 @@ FLOORS = {
             "compile",
             "head_program ranks",
             "build",
+            "npu_program",
             "backend costs warm_start",
             "pipeline",
             "pass_runs pass_stages",

@@ -17,9 +17,10 @@ from torch import nn
 from ...passes import UnsupportedModel
 from ...passes.graph.notes import fewest_bits
 from ...runtime.parallel.group import GroupFailed
-from ..build import link_for_npu, rewritten
+from ..build import rewritten
 from ..link.linkage import Linkage
 from ..link.linker import LinkedProgram, link
+from ..npu_program import link_for_npu
 from ..options import CompileOptions
 from ..pass_stages import Stages
 from ..pipeline import hold_weights, lowered_rank
