@@ -1,0 +1,73 @@
+"""A toy head drafts for an engine: its drafts are those without a cache, and it runs only where it drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from drafters import always, noted_drafts
+
+from torch_pagoda.runtime.engine.engine import Engine
+from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+
+from toy_head import TappedToy, ToyHead
+
+PROMPTS = [[5, 6, 7], [8], list(range(20, 45)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+SIZES: dict[str, dict[str, Any]] = {
+    "chunks": {"num_blocks": 64, "max_num_batched_tokens": 12},
+    "tight": {"num_blocks": 22, "max_num_batched_tokens": 12},
+    "swapping": {"num_blocks": 22, "swap_space": 1 << 18, "preemption": "swap"},
+}
+
+
+def make_engine(length: int | Callable[[], int], **options: Any) -> tuple[Engine, ToyHead]:
+    """An engine, and its head, which computed nothing yet."""
+    head = ToyHead()
+    options = {"block_size": 4, "max_num_seqs": 4, "speculative_config": {"method": "mtp"}, **options}
+    engine = Engine(TappedToy(), draft_program=head, **options)
+    always(engine._core.state.drafting, length)  # type: ignore[arg-type]
+    head.steps.clear()
+    return engine, head
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3, "n": 3}], ids=["greedy", "several"])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_drafts_are_those_without_a_cache(
+    sizes: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind prompts in chunks, rejected drafts, steps without drafts, preemptions, forks and prefix hits."""
+    asked = SamplingParams(max_tokens=20, ignore_eos=True, **params)
+    plain = Engine(TappedToy(), block_size=4, max_num_seqs=4, **SIZES[sizes])
+    noted, lengths = noted_drafts(monkeypatch), iter([7, 3, 0, 3, 1, 0] * 1000)
+    engine, _ = make_engine(lambda: next(lengths), **SIZES[sizes])
+    prompts = PROMPTS
+    for _ in range(2):
+        outputs, expected = engine.generate(prompts, asked), plain.generate(prompts, asked)
+        tokens = [[own.token_ids for own in output.outputs] for output in outputs]
+        assert tokens == [[own.token_ids for own in output.outputs] for output in expected]
+        prompts = [[*prompt, *own[0], 11] for prompt, own in zip(prompts, tokens, strict=True)]
+    engine.batcher.check()
+    stats = engine.stats()
+    assert stats["spec_decode_num_draft_tokens"] > 30 and not stats["drafters_failed"]
+    assert (stats["preemptions"] > 0) == (sizes != "chunks") and (stats["swaps"] > 0) == (sizes == "swapping")
+    model, head = TappedToy(), ToyHead()
+    for tokens, drafts in noted.items():
+        assert drafts == head.dense_drafts(model, tokens, len(drafts))
+
+
+def test_the_head_runs_only_where_it_drafts() -> None:
+    """What it has not computed of a turn, it computes with its first drafts of the next one."""
+    lengths: list[int] = []
+    engine, head = make_engine(lambda: lengths[-1], num_blocks=64)
+    turn = list(range(3, 24))
+    for length, rows in ((0, None), (3, 43), (3, 4)):
+        lengths.append(length)
+        head.steps.clear()
+        before = engine.stats()["spec_decode_num_drafts"]
+        (output,) = engine.generate([turn], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        assert output.num_cached_tokens == (0 if rows is None else (len(turn) - 1) // 4 * 4)
+        assert len(head.steps) == length * (engine.stats()["spec_decode_num_drafts"] - before)
+        assert head.steps[:1] == ([] if rows is None else [(rows, 1, 1)])
+        assert all(tokens <= 4 for tokens, *_ in head.steps[1:])
+        turn = [*turn, *output.outputs[0].token_ids, 7]
