@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 from drafters import always, noted_drafts
+from toy_head import TappedStates, TappedToy, ToyHead
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
-from toy_head import TappedToy, ToyHead
-
 PROMPTS = [[5, 6, 7], [8], list(range(20, 45)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
+PROGRAMS = {"dense": TappedToy, "states": TappedStates}
+PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "several": {"seed": 3, "n": 3}}
 SIZES: dict[str, dict[str, Any]] = {
     "chunks": {"num_blocks": 64, "max_num_batched_tokens": 12},
     "tight": {"num_blocks": 22, "max_num_batched_tokens": 12},
@@ -21,45 +22,46 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_engine(length: int | Callable[[], int], **options: Any) -> tuple[Engine, ToyHead]:
+def make_engine(program: Any, length: int | Callable[[], int], **options: Any) -> tuple[Engine, ToyHead]:
     """An engine, and its head, which computed nothing yet."""
-    head = ToyHead()
+    head = ToyHead(program.vocab_size)
     options = {"block_size": 4, "max_num_seqs": 4, "speculative_config": {"method": "mtp"}, **options}
-    engine = Engine(TappedToy(), draft_program=head, **options)
+    engine = Engine(program, draft_program=head, **options)
     always(engine._core.state.drafting, length)  # type: ignore[arg-type]
     head.steps.clear()
     return engine, head
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0}, {"seed": 3, "n": 3}], ids=["greedy", "several"])
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("kind", PARAMS)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_drafts_are_those_without_a_cache(
-    sizes: str, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    sizes: str, kind: str, program: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind prompts in chunks, rejected drafts, steps without drafts, preemptions, forks and prefix hits."""
-    asked = SamplingParams(max_tokens=20, ignore_eos=True, **params)
-    plain = Engine(TappedToy(), block_size=4, max_num_seqs=4, **SIZES[sizes])
+    params, make = SamplingParams(max_tokens=14, ignore_eos=True, **PARAMS[kind]), PROGRAMS[program]
+    plain = Engine(make(), block_size=4, max_num_seqs=4, **SIZES[sizes])
     noted, lengths = noted_drafts(monkeypatch), iter([7, 3, 0, 3, 1, 0] * 1000)
-    engine, _ = make_engine(lambda: next(lengths), **SIZES[sizes])
+    engine, _ = make_engine(make(), lambda: next(lengths), **SIZES[sizes])
     prompts = PROMPTS
     for _ in range(2):
-        outputs, expected = engine.generate(prompts, asked), plain.generate(prompts, asked)
+        outputs, expected = engine.generate(prompts, params), plain.generate(prompts, params)
         tokens = [[own.token_ids for own in output.outputs] for output in outputs]
         assert tokens == [[own.token_ids for own in output.outputs] for output in expected]
         prompts = [[*prompt, *own[0], 11] for prompt, own in zip(prompts, tokens, strict=True)]
     engine.batcher.check()
     stats = engine.stats()
-    assert stats["spec_decode_num_draft_tokens"] > 30 and not stats["drafters_failed"]
+    assert stats["spec_decode_num_draft_tokens"] > 10 and not stats["drafters_failed"]
     assert (stats["preemptions"] > 0) == (sizes != "chunks") and (stats["swaps"] > 0) == (sizes == "swapping")
-    model, head = TappedToy(), ToyHead()
-    for tokens, drafts in noted.items():
+    model, head = make(), ToyHead(make().vocab_size)
+    for tokens, drafts in list(noted.items())[::2]:
         assert drafts == head.dense_drafts(model, tokens, len(drafts))
 
 
 def test_the_head_runs_only_where_it_drafts() -> None:
     """What it has not computed of a turn, it computes with its first drafts of the next one."""
     lengths: list[int] = []
-    engine, head = make_engine(lambda: lengths[-1], num_blocks=64)
+    engine, head = make_engine(TappedToy(), lambda: lengths[-1], num_blocks=64)
     turn = list(range(3, 24))
     for length, rows in ((0, None), (3, 43), (3, 4)):
         lengths.append(length)
@@ -71,3 +73,11 @@ def test_the_head_runs_only_where_it_drafts() -> None:
         assert head.steps[:1] == ([] if rows is None else [(rows, 1, 1)])
         assert all(tokens <= 4 for tokens, *_ in head.steps[1:])
         turn = [*turn, *output.outputs[0].token_ids, 7]
+
+
+def test_what_is_computed_again_for_its_state_has_rows() -> None:
+    """So there are drafts behind rejected ones, three times."""
+    engine, _ = make_engine(TappedStates(), 3, num_blocks=64)
+    engine.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+    stats = engine.stats()
+    assert not stats["spec_decode_num_accepted_tokens"] and stats["spec_decode_num_drafts"] > 0.6 * stats["steps"]
