@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.speculation.draft_lengths import (
+    LONGEST_REST,
     LOSSES,
     REST,
     TOLERATED,
@@ -224,6 +226,67 @@ def test_a_drafter_rests_until_its_losses_are_a_hundredth() -> None:
     assert others._drafters["d"].rest == 5
     others.idle(["d"], 0.005, 1.0)
     assert others._drafters["d"].rest == 5
+
+
+def judge_windows(lengths: DraftLengths, *speeds: float) -> None:
+    """Windows of steps that take a second without drafts; with them they are so many times as fast."""
+    for speed in speeds:
+        for _ in range(WINDOW):
+            lengths.judge(["d"], max(speed, 1.0), 1, 1.0 / min(speed, 1.0), 1.0)
+
+
+SLOW, FAST = 1 / 1.1, 2.0
+
+
+@pytest.mark.parametrize(
+    ("speeds", "rest"),
+    [
+        ([SLOW, SLOW, FAST, SLOW], 0),  # not in a row
+        ([SLOW, SLOW, FAST, SLOW, SLOW, SLOW], 240),  # what was lost before was won again
+        ([FAST, 0.99, 0.99, 0.99], REST),
+        ([0.01, 0.01, 0.01], LONGEST_REST),
+    ],
+)
+def test_losses_in_a_row_cost_a_rest(speeds: list[float], rest: int) -> None:
+    lengths = make_lengths(CHEAP)
+    judge_windows(lengths, *speeds)
+    assert lengths._drafters["d"].rest == pytest.approx(rest, abs=1)
+
+
+def test_one_step_after_a_rest_decides() -> None:
+    lengths = make_lengths(CHEAP)
+    own = lengths._drafters["d"]
+    judge_windows(lengths, SLOW, SLOW, SLOW)
+    for speed, rest in ((SLOW, 2 * REST), (FAST, 0)):
+        own.rest = 0
+        lengths.judge(["d"], max(speed, 1.0), 1, 1.0 / min(speed, 1.0), 1.0)
+        assert own.rest == rest
+    judge_windows(lengths, 0.99, 0.99, 0.99)
+    assert own.rest == REST, "as long as at first"
+
+
+def test_drafts_that_are_never_worth_a_try_cost_a_rest() -> None:
+    lengths = make_lengths(CHEAP, expected=0.9)
+    for _ in range(WINDOW - 1):
+        lengths.decline(["d"])
+    assert lengths.choose(1, 0, [candidate(make_request())], 100)[0] == 7
+    for place in range(WINDOW):
+        assert not lengths.resting(), place
+        lengths.decline(["d"])
+    assert lengths.resting()
+
+
+def test_drafts_are_computed_for_those_who_need_them_and_have_room() -> None:
+    def to_compute(lengths: DraftLengths, asking: list[Asking], others: int) -> tuple[int, Sequence[Request]]:
+        rows = others + len(asking)
+        return lengths.to_compute("d", asking, rows, others, 100, 7, lambda count, length: 0.0)
+
+    lengths = make_lengths(CHEAP | {3: 1.02, 9: 1.2, 16: 1.3}, expected=0.9)
+    idle, busy = make_request("idle"), make_request("busy")
+    assert to_compute(lengths, [Asking(idle, 7, 0.0), Asking(busy, 7)], 0) == (7, [busy])
+    assert to_compute(lengths, [Asking(busy, 1)], 0) == (1, [busy])
+    dear = make_lengths({1: 1.0, 8: 4.0, 9: 4.6}, expected=0.9)
+    assert to_compute(dear, [Asking(busy, 1)], 7) == (0, []), "seven others would wait for it"
 
 
 def test_a_length_is_left_as_soon_as_it_is_slower_than_none() -> None:
