@@ -40,6 +40,22 @@ class Scripted:
         pass
 
 
+class Batched(Scripted):
+    """Computes its drafts for all."""
+
+    most = 1
+    holds_blocks = False
+
+    def propose_all(self, requests: Sequence[Request], most: int) -> None:
+        pass
+
+    def seconds_of(self, count: int, length: int) -> float:
+        return 0.0
+
+    def reset(self) -> None:
+        pass
+
+
 @pytest.fixture(autouse=True)
 def drafting_takes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = count()
@@ -90,6 +106,20 @@ def test_drafts_are_weighed_while_a_batch_drains() -> None:
     batcher.add(make_request("waiting"))
     run(batcher, batcher.schedule())
     assert seen[2] == {"plain": 1.0}
+
+
+def test_requests_are_weighed_before_drafts_are_computed() -> None:
+    batcher, drafting, _ = make_drafting(Batched({}))
+    seen: list[Any] = []
+
+    def to_compute(name: str, asking: Sequence[Any], *given: Any) -> tuple[int, Sequence[Request]]:
+        seen.append([(each.request.request_id, each.worth) for each in asking])
+        return 0, ()
+
+    drafting.lengths.to_compute = to_compute  # type: ignore[method-assign]
+    run(batcher, batcher.schedule())
+    worths = token_worths([36, 29, 20], [1.5] * 3, drafting.lengths.seconds.growing(3))
+    assert seen == [list(zip(("long", "short", "plain"), worths, strict=True))] and worths[0] > worths[2]
 
 
 def test_a_step_is_judged_by_the_worth_of_its_tokens_and_what_it_took() -> None:

@@ -11,6 +11,7 @@ from toy_head import TappedStates, TappedToy, ToyHead
 
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
+from torch_pagoda.runtime.speculation import mtp
 
 PROMPTS = [[5, 6, 7], [8], list(range(20, 45)), [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]]
 PROGRAMS = {"dense": TappedToy, "states": TappedStates}
@@ -73,6 +74,33 @@ def test_the_head_runs_only_where_it_drafts() -> None:
         assert head.steps[:1] == ([] if rows is None else [(rows, 1, 1)])
         assert all(tokens <= 4 for tokens, *_ in head.steps[1:])
         turn = [*turn, *output.outputs[0].token_ids, 7]
+
+
+def test_blocks_that_are_computed_anew_have_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mtp, "_MOST_HASHES", 4)
+    lengths: list[int] = []
+    engine, head = make_engine(TappedToy(), lambda: lengths[-1], num_blocks=64)
+    for length in (3, 0, 3):
+        lengths.append(length)
+        head.steps.clear()
+        engine.generate([list(range(3, 24))], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        assert head.steps[:1] == ([(22, 1, 1)] if length else [])
+        (drafter,) = engine._core.state.drafting.drafters.drafters  # type: ignore[union-attr]
+        assert len(drafter._complete) == (4 if length else 0)  # type: ignore[attr-defined]
+        if len(lengths) == 1:
+            engine.block_manager.forget_prefixes()
+
+
+def test_a_request_that_is_computed_anew_gets_new_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hidden rows may be others."""
+    program, noted = TappedToy(), noted_drafts(monkeypatch)
+    program.restart_length = 17
+    engine, head = make_engine(program, 3, num_blocks=64)
+    (output,) = engine.generate(PROMPTS[:1], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    assert output.outputs[0].token_ids == TappedToy().dense_greedy(PROMPTS[0], 30)
+    assert max([tokens for tokens, *_ in head.steps[1:]]) > 17
+    for tokens, drafts in noted.items():
+        assert drafts == ToyHead().dense_drafts(TappedToy(), tokens, len(drafts))
 
 
 def test_what_is_computed_again_for_its_state_has_rows() -> None:
