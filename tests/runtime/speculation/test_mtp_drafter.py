@@ -18,7 +18,7 @@ PROGRAMS = {"dense": TappedToy, "states": TappedStates}
 PARAMS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "several": {"seed": 3, "n": 3}}
 SIZES: dict[str, dict[str, Any]] = {
     "chunks": {"num_blocks": 64, "max_num_batched_tokens": 12},
-    "tight": {"num_blocks": 22, "max_num_batched_tokens": 12},
+    "tight": {"num_blocks": 22, "max_num_batched_tokens": 12, "enable_prefix_caching": False},
     "swapping": {"num_blocks": 22, "swap_space": 1 << 18, "preemption": "swap"},
 }
 
