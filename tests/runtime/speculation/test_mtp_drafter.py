@@ -103,6 +103,14 @@ def test_a_request_that_is_computed_anew_gets_new_keys(monkeypatch: pytest.Monke
         assert drafts == ToyHead().dense_drafts(TappedToy(), tokens, len(drafts))
 
 
+def test_a_preempted_request_gets_new_keys() -> None:
+    engine, head = make_engine(TappedToy(), 1, num_blocks=12, max_num_seqs=2, enable_prefix_caching=False)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    engine.generate([list(range(3, 11)), list(range(20, 28))], params)
+    assert engine.stats()["preemptions"] == 1
+    assert head.steps[0][0] == 18 and [tokens > 12 for tokens, *_ in head.steps[1:]].count(True) == 1
+
+
 def test_what_is_computed_again_for_its_state_has_rows() -> None:
     """So there are drafts behind rejected ones, three times."""
     engine, _ = make_engine(TappedStates(), 3, num_blocks=64)
