@@ -162,3 +162,38 @@ def test_a_step_with_a_prompt_is_judged_with_the_next_one() -> None:
         ("idle", {"scripted"}, 2.0, SECONDS[3]),
         ("measure", 3, 3, 5.0),
     ]
+
+
+def test_a_step_that_preempts_or_mends_has_no_drafts() -> None:
+    batcher, drafting, _ = make_drafting(Scripted({"long": [5]}))
+    choose(drafting, 1)
+    planner = batcher.planner
+    plan = planner.plan()
+    (long, short, _) = batcher.running
+
+    def num_drafts() -> int:
+        drafting.extend(plan)
+        return sum([len(item.drafts) for item in plan.planned.values()])
+
+    plan.preempted.append(short)
+    assert not num_drafts()
+    plan.preempted.clear()
+    planner.suspects.add(short)
+    assert not num_drafts()
+    planner.suspects.clear()
+    planner.in_flight = frozenset([short])
+    assert not num_drafts()
+    planner.in_flight = frozenset()
+    assert num_drafts() == 1 and plan.planned[long.request_id].drafts == (5,)
+
+
+def test_drafts_leave_a_block_for_the_next_step() -> None:
+    batcher = make_batcher(seqs=1, budget=64, max_len=40)
+    batcher.add(make_request("r", prompt=5, max_tokens=30))
+    run(batcher, batcher.schedule())
+    batcher.planner.drafting = drafting = Drafting([Scripted({"r": [1] * 7})], batcher, most=7, vocab_size=1000)
+    choose(drafting, 7)
+    (pool,) = batcher.block_manager.pools
+    pool.take(pool.num_free - 1)
+    (item,) = batcher.schedule().requests
+    assert item.drafts == (1, 1) and pool.num_free == 1, "as far as the last block of the sequence reaches"
