@@ -614,6 +614,11 @@ class BlockManager:
         return num_tokens
 
     @property
+    def has_copies(self) -> bool:
+        """True if copies are planned that are made before the step: what they write is not there yet."""
+        return bool(self._copies)
+
+    @property
     def has_overlapped_copies(self) -> bool:
         """True if there are copies to make while the step runs."""
         return bool(self._overlapped_copies)

@@ -41,7 +41,8 @@ class BatchDrafter(Drafter, Protocol):
 
     Attributes:
         most: most drafts of a request.
-        holds_blocks: drafts are computed in the blocks of the request's step, which have to be there before.
+        holds_blocks: drafts are computed in the blocks of the request's step, which have to be there before. Where
+            copies fill some of them, there are none in that step.
     """
 
     most: int

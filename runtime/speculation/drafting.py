@@ -259,6 +259,9 @@ class Drafting:
             name = drafter.name
             if name in resting:
                 continue
+            if drafter.holds_blocks and self.batcher.block_manager.has_copies:
+                idle.add(name)
+                continue
             length = 0
             if able and plan.budget:
                 acceptance = self.lengths.acceptance

@@ -123,18 +123,23 @@ class MtpProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class _Keys:
-    """How many leading tokens of a request have the head's keys.
+class _Leading:
+    """How many leading tokens of a request have the head's keys, or the model's hidden rows.
 
     Attributes:
         count: tokens.
-        num_preemptions: of the request, when they were computed.
+        num_preemptions: of the request, at that time.
         hashes: the request's list of hashes. It has another one when it is computed anew.
     """
 
     count: int
     num_preemptions: int
     hashes: list[bytes]
+
+    @classmethod
+    def of(cls, request: Request, count: int) -> _Leading:
+        """So many of the request as it is now."""
+        return cls(count, request.num_preemptions, request.block_hashes)
 
     def are_of(self, request: Request) -> bool:
         """Return True if the request was not computed anew since then."""
@@ -171,7 +176,8 @@ class MtpDrafter:
         size, num_ids = blocks.block_size, program.vocab_size
         self._chains = GreedyChains(program.draft, size, num_ids, num_ids)
         self._keys = GreedyChains(program.run_head, size, num_ids, num_ids)
-        self._counts: dict[Request, _Keys] = {}
+        self._counts: dict[Request, _Leading] = {}
+        self._rows: dict[Request, _Leading] = {}
         self._complete: OrderedDict[bytes, None] = OrderedDict()  # hashes of blocks that have their keys
         self._drafts: dict[Request, list[int]] = {}
 
@@ -187,7 +193,8 @@ class MtpDrafter:
         complete: list[Share] = []
         others: list[Share] = []
         left = self._max_num_batched_tokens
-        for request in sorted(requests, key=lambda request: request.num_tokens - self._start(request)):
+        able = filter(self._has_rows, requests)
+        for request in sorted(able, key=lambda request: request.num_tokens - self._start(request)):
             start, end = self._start(request), request.num_tokens
             share = Share(request, self._table(request), start, min(end, start + left))
             if share.start < share.end:
@@ -201,7 +208,15 @@ class MtpDrafter:
                 drafts = self._chains.drafts(leveled, most)
                 self._drafts = {share.request: own for share, own in zip(leveled, drafts, strict=True)}
         for share in (*complete, *others):
-            self._counts[share.request] = _Keys(share.end, share.request.num_preemptions, share.request.block_hashes)
+            self._counts[share.request] = _Leading.of(share.request, share.end)
+
+    def _has_rows(self, request: Request) -> bool:
+        """Return True if all tokens but the newest have hidden rows: also those that are computed again because a
+        state was taken back, but not those of a request that is computed anew."""
+        rows, count = self._rows.get(request), request.num_computed_tokens
+        if rows is not None and rows.are_of(request):
+            count = rows.count
+        return count >= request.num_tokens - 1
 
     def _table(self, request: Request) -> Sequence[int]:
         return self._blocks.table(request.request_id, self.program.group)
@@ -225,10 +240,12 @@ class MtpDrafter:
         return self._drafts.get(request, [])[:most]
 
     def settled(self, request: Request, tokens: Sequence[int]) -> None:
-        """Do nothing: the hidden rows of tokens lie in the cache."""
+        """Note that a step has left the hidden rows of all tokens but the newest."""
+        self._rows[request] = _Leading.of(request, request.num_tokens - 1)
 
     def finished(self, request: Request) -> None:
         """Remember which of the request's blocks have their keys, and forget it."""
+        self._rows.pop(request, None)
         known = self._counts.pop(request, None)
         count = known.count if known is not None and known.are_of(request) else request.num_cached_tokens
         blocks = count // self._blocks.block_size
@@ -241,4 +258,4 @@ class MtpDrafter:
 
     def reset(self) -> None:
         """Forget all requests."""
-        self._counts, self._drafts, self._complete = {}, {}, OrderedDict()
+        self._counts, self._rows, self._drafts, self._complete = {}, {}, {}, OrderedDict()

@@ -77,7 +77,7 @@ class StepSeconds:
         """Return the part of a step's seconds that fewer rows would save, from 0 to 1."""
         if rows < 2:
             return 0.0
-        return max(0.0, min((1.0 - self.of(1) / self.of(rows)) * rows / (rows - 1), 1.0))
+        return min((1.0 - self.of(1) / self.of(rows)) * rows / (rows - 1), 1.0)
 
     def table(self) -> dict[int, float]:
         """Return the seconds by rows that were measured."""

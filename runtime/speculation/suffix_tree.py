@@ -181,15 +181,12 @@ class SharedTrees:
         self._depth = depth
         self._most = max(1, most_bytes // _TOKEN_BYTES)
         self._trees: OrderedDict[tuple[str, str], list[SuffixTree]] = OrderedDict()
+        self._num_tokens = 0  # of all trees; there may be thousands
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all trees, about."""
         return _TOKEN_BYTES * self._num_tokens
-
-    @property
-    def _num_tokens(self) -> int:
-        return sum(len(tree) for halves in self._trees.values() for tree in halves)
 
     def add(self, owner: tuple[str, str], ids: Sequence[int]) -> None:
         """Add a text to the owner's tree."""
@@ -197,11 +194,14 @@ class SharedTrees:
         ids = ids[-half:] if half else ()
         halves = self._trees.setdefault(owner, [SuffixTree(self._depth), SuffixTree(self._depth)])
         self._trees.move_to_end(owner)
+        before = sum(map(len, halves))
         if len(halves[0]) + len(ids) > half:
             halves[:] = [SuffixTree(self._depth), halves[0]]
         halves[0].add(ids)
+        self._num_tokens += sum(map(len, halves)) - before
         while self._num_tokens > self._most and len(self._trees) > 1:
-            self._trees.popitem(last=False)
+            _, gone = self._trees.popitem(last=False)
+            self._num_tokens -= sum(map(len, gone))
 
     def match(self, owner: tuple[str, str], tail: Sequence[int], config: SpeculativeConfig, most: int) -> Match:
         """Look up what followed the ``tail`` in the owner's tree."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafters import always
+from drafters import always, noted_drafts
 from mtp_checkpoints import make_head, save_with_head
 from stored_blocks import answers, generate, store_engine
 
@@ -19,9 +19,8 @@ from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.head_program import build_head
 from torch_pagoda.runtime.batching import snapshots
 from torch_pagoda.runtime.engine.engine import Engine
-from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
-from torch_pagoda.runtime.speculation.mtp import MtpDrafter, MtpProgram
+from torch_pagoda.runtime.speculation.mtp import MtpProgram
 
 from tiny_models import build_tiny_model
 
@@ -92,20 +91,6 @@ def with_head(
     assert drafting is not None
     always(drafting, length)
     return engine
-
-
-def noted_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
-    """Tokens of a request → the drafts that were computed behind them."""
-    noted = {}
-    compute = MtpDrafter.propose_all
-
-    def propose_all(self: MtpDrafter, requests: Sequence[Request], most: int) -> None:
-        compute(self, requests, most)
-        for request in requests:
-            noted[tuple(request.tokens(0, request.num_tokens))] = self._drafts.get(request, [])
-
-    monkeypatch.setattr(MtpDrafter, "propose_all", propose_all)
-    return noted
 
 
 def expected_drafts(name: str, folder: Any, tokens: Sequence[int], count: int) -> list[int]:

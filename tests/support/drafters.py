@@ -6,11 +6,14 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from torch_pagoda.runtime.engine.draft_setup import draft_with
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.speculation.draft_lengths import Asking, Candidate
 from torch_pagoda.runtime.speculation.drafting import Drafting
+from torch_pagoda.runtime.speculation.mtp import MtpDrafter
 
 WRONG = 0
 """Added to a token that follows, it makes another one."""
@@ -66,6 +69,20 @@ class Raising(Oracle):
 
 def key_of(request: Request) -> tuple[Any, ...]:
     return tuple(map(int, request.prompt_token_ids)), request.params.seed
+
+
+def noted_drafts(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, ...], list[int]]:
+    """Tokens of a request → the drafts that a head computed behind them."""
+    noted = {}
+    compute = MtpDrafter.propose_all
+
+    def propose_all(self: MtpDrafter, requests: Sequence[Request], most: int) -> None:
+        compute(self, requests, most)
+        for request in requests:
+            noted[tuple(request.tokens(0, request.num_tokens))] = self._drafts.get(request, [])
+
+    monkeypatch.setattr(MtpDrafter, "propose_all", propose_all)
+    return noted
 
 
 def draft(

@@ -120,13 +120,16 @@ class ToyProgram:
             tokens.append(int(self.dense_logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
 
+    def _embedded(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._embedding[tokens] + self._positions[positions]
+
     def _forward(
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
         attend: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        x = self._embedding[tokens] + self._positions[positions]
+        x = self._embedded(tokens, positions)
         for layer in range(LAYERS):
             heads = torch.nn.functional.rms_norm(x, (x.shape[-1],)) @ self._qkv[layer].T
             q, k, v = heads.view(1, len(tokens), -1, DIM).transpose(1, 2).split([HEADS, KV_HEADS, KV_HEADS], 1)

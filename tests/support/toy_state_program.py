@@ -84,7 +84,7 @@ class ToyStateProgram:
                 self.halfway(tokens)
             self._advance(tokens, position_ids[0], hashes, range(bounds[s], bounds[s + 1]), reads[s], writes[s])
         seen = self._attend(step, hashes) if self.with_kv else hashes
-        return _logits(seen[step.logits_rows])
+        return logits_of(seen[step.logits_rows])
 
     def dense_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """``[T, V]`` logits of one sequence, without a cache."""
@@ -94,7 +94,7 @@ class ToyStateProgram:
             state, last, value = _next(state, last, int(token))
             total += value
             seen.append(total if self.with_kv else value)
-        return _logits(torch.tensor(seen))
+        return logits_of(torch.tensor(seen))
 
     def dense_greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The next ``count`` tokens of greedy decoding, without a cache."""
@@ -145,7 +145,7 @@ def _next(state: tuple[int, ...], last: list[int], token: int) -> tuple[tuple[in
     return (state[0] + 1, value), [last[1], token + 1], (value * 7919 + last[0] * 131 + last[1]) % _MODULUS
 
 
-def _logits(seen: torch.Tensor) -> torch.Tensor:
+def logits_of(seen: torch.Tensor) -> torch.Tensor:
     """``[R, V]`` float32: a permutation of few values for each row, without ties."""
     mixed = (seen[:, None] % _MODULUS * 69621 + torch.arange(VOCAB) * 40692 * (seen[:, None] % 1009 + 1)) % _MODULUS
     rank = mixed.argsort(dim=1, stable=True).argsort(dim=1)

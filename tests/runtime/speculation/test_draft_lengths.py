@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,7 +12,9 @@ import pytest
 from torch_pagoda.runtime.requests.request import Request
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 from torch_pagoda.runtime.speculation.draft_lengths import (
+    LONGEST_REST,
     LOSSES,
+    PROBED,
     REST,
     TOLERATED,
     WINDOW,
@@ -154,6 +158,35 @@ def test_seconds_between_and_beyond_the_measured_rows() -> None:
     assert seconds.of(2) == pytest.approx(3.0, rel=0.01) and seconds.of(4) > 3.0
 
 
+def step_seconds(table: dict[int, float]) -> StepSeconds:
+    seconds = StepSeconds()
+    for rows, each in table.items():
+        seconds.measure(rows, each, is_settled=True)
+    return seconds
+
+
+def test_further_rows_cost_what_the_last_ones_did_or_a_little() -> None:
+    assert step_seconds({2: 1.0, 4: 2.0}).of(8) == 4.0
+    assert step_seconds({2: 1.0, 4: 1.0}).of(8) == pytest.approx(1.1)
+    assert step_seconds({2: 5.0, 4: 1.0}).of(3) == 1.0, "the first was held up"
+    assert step_seconds({2: 1.0, 300: 9.0}).table() == {2: 1.0}, "too large to tell"
+
+
+def test_a_duration_moves_those_of_all_sizes_and_its_own_by_more() -> None:
+    seconds = step_seconds({2: 1.0, 4: 2.0})
+    for _ in range(5):
+        seconds.measure(4, 2.0)
+    seconds.measure(4, 1000.0)  # as if it were e times as long
+    assert seconds.table() == {2: pytest.approx(math.exp(0.1)), 4: pytest.approx(2 * math.exp(0.2))}
+
+
+def test_the_part_of_a_step_that_fewer_rows_save() -> None:
+    seconds = step_seconds({1: 1.0, 4: 2.0})
+    assert seconds.growing(4) == pytest.approx(2 / 3) and seconds.growing(1) == 0.0
+    assert step_seconds({1: 1.0, 4: 100.0}).growing(4) == 1.0
+    assert step_seconds({1: 2.0, 4: 1.0}).growing(4) == 0.0
+
+
 def test_probabilities_are_by_place() -> None:
     acceptance = Acceptance([0.5, 0.5, 0.5])
     for _ in range(60):
@@ -224,6 +257,72 @@ def test_a_drafter_rests_until_its_losses_are_a_hundredth() -> None:
     assert others._drafters["d"].rest == 5
     others.idle(["d"], 0.005, 1.0)
     assert others._drafters["d"].rest == 5
+
+
+def judge_windows(lengths: DraftLengths, *speeds: float) -> None:
+    """Windows of steps that take a second without drafts; with them they are so many times as fast."""
+    for speed in speeds:
+        for _ in range(WINDOW):
+            lengths.judge(["d"], max(speed, 1.0), 1, 1.0 / min(speed, 1.0), 1.0)
+
+
+SLOW, FAST = 1 / 1.1, 2.0
+
+
+@pytest.mark.parametrize(
+    ("speeds", "rest"),
+    [
+        ([SLOW, SLOW, FAST, SLOW], 0),  # not in a row
+        ([SLOW, SLOW, FAST, SLOW, SLOW, SLOW], 240),  # what was lost before was won again
+        ([FAST, 0.99, 0.99, 0.99], REST),
+        ([0.01, 0.01, 0.01], LONGEST_REST),
+    ],
+)
+def test_losses_in_a_row_cost_a_rest(speeds: list[float], rest: int) -> None:
+    lengths = make_lengths(CHEAP)
+    judge_windows(lengths, *speeds)
+    assert lengths._drafters["d"].rest == pytest.approx(rest, abs=1)
+
+
+def test_one_step_after_a_rest_decides() -> None:
+    lengths = make_lengths(CHEAP)
+    own = lengths._drafters["d"]
+    judge_windows(lengths, SLOW, SLOW, SLOW)
+    for speed, rest in ((SLOW, 2 * REST), (FAST, 0)):
+        own.rest = 0
+        lengths.judge(["d"], max(speed, 1.0), 1, 1.0 / min(speed, 1.0), 1.0)
+        assert own.rest == rest
+    judge_windows(lengths, 0.99, 0.99, 0.99)
+    assert own.rest == REST, "as long as at first"
+
+
+def test_drafts_that_are_never_worth_a_try_cost_a_rest() -> None:
+    lengths = make_lengths(CHEAP, expected=0.9)
+    for _ in range(WINDOW - 1):
+        lengths.decline(["d"])
+    assert lengths.choose(1, 0, [candidate(make_request())], 100)[0] == 7
+    for place in range(WINDOW):
+        assert not lengths.resting(), place
+        lengths.decline(["d"])
+    assert lengths.resting()
+
+
+def test_drafts_are_computed_for_those_who_need_them_and_have_room() -> None:
+    def to_compute(lengths: DraftLengths, asking: list[Asking], others: int) -> tuple[int, Sequence[Request]]:
+        rows = others + len(asking)
+        return lengths.to_compute("d", asking, rows, others, 100, 7, lambda count, length: 0.0)
+
+    lengths = make_lengths(CHEAP | {3: 1.02, 9: 1.2, 16: 1.3}, expected=0.9)
+    idle, busy = make_request("idle"), make_request("busy")
+    assert to_compute(lengths, [Asking(idle, 7, 0.0), Asking(busy, 7)], 0) == (7, [busy])
+    assert to_compute(lengths, [Asking(busy, 1)], 0) == (1, [busy])
+    dear = make_lengths({1: 1.0, 8: 4.0, 9: 4.1}, expected=0.9)
+    assert to_compute(dear, [Asking(busy, 1)], 7) == (0, []), "seven others would wait for it"
+    hopeless = make_lengths(CHEAP, expected=0.0)
+    asking = [Asking(make_request(str(number)), 7) for number in range(PROBED + 2)]
+    assert to_compute(hopeless, asking, 0) == (0, [])
+    hopeless._drafters["d"].is_probed = True
+    assert to_compute(hopeless, asking, 0) == (1, [each.request for each in asking[:PROBED]])
 
 
 def test_a_length_is_left_as_soon_as_it_is_slower_than_none() -> None:

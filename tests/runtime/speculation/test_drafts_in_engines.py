@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -105,6 +106,9 @@ def test_a_second_turn_computes_no_token_more(with_kv: bool, right: float) -> No
         answer = program.dense_greedy(prompt, 300)
         (output,) = engine.generate([prompt], greedy(300))
         assert output.outputs[0].token_ids == answer
+        if drafts and right == 1:
+            ends = [17, 64, 128, 192, 256, 316]  # of the prompt, at snapshots, before the last token
+            assert engine.stats()["steps"] == 1 + sum(-(-(b - a) // 8) for a, b in pairwise(ends))
         turns = [[*prompt, *answer[:end], 3, 4, 5] for end in (299, 280, 256)]
         found = [engine.generate([turn], greedy(2))[0].num_cached_tokens for turn in turns]
         cached.append(found)
@@ -124,6 +128,26 @@ def test_no_snapshot_is_evicted_for_a_draft() -> None:
     engine.generate([prompt], greedy(30))
     assert pool.evictions <= before + 1  # the request's own slot
     assert engine.stats()["undrafted_blocks"] > 0
+
+
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_slots_of_drafts_are_given_back_before_snapshots_are_kept(right: float) -> None:
+    """There is one slot more than the sequences need: for the drafts of one, or for the snapshot of the other."""
+    program = ToyStateProgram()
+    engine = make_engine(program, num_blocks=256)
+    oracle = oracle_of(ToyStateProgram(), PROMPT, 30, right)
+    propose = oracle.propose
+    oracle.propose = (  # type: ignore[method-assign]
+        lambda request, most: propose(request, most) if request.num_prompt_tokens == len(PROMPT) else []
+    )
+    draft(engine, oracle, 1)
+    pool = engine.block_manager.pools[-1]
+    pool.take(pool.num_free - 3)
+    long = [n % 50 for n in range(59)]
+    (first, _) = engine.generate([long, PROMPT], greedy(20))
+    assert engine.stats()["spec_decode_num_drafts"] > 2 and program.mistakes == []
+    (again,) = engine.generate([[*long, *first.outputs[0].token_ids, 3]], greedy(2))
+    assert again.num_cached_tokens == 64
 
 
 class TwoTables(ToyProgram):

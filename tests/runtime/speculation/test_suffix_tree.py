@@ -103,9 +103,10 @@ def test_ngram_sees_nobody_else() -> None:
 def test_memory_is_bounded_and_what_was_used_last_stays() -> None:
     trees = SharedTrees(3, 240 * 1000)
     for owner in range(6):
-        for text in range(30):
+        for text in range(60):  # more than a half holds
             trees.add((str(owner), ""), [owner * 1000 + text * 10 + i for i in range(9)])
-            assert trees.num_bytes <= 240 * 1000
+            counted = sum(len(tree) for halves in trees._trees.values() for tree in halves)
+            assert trees.num_bytes == 240 * counted <= 240 * 1000
     assert trees.match(("5", ""), [5290, 5291, 5292], SUFFIX, 3).ids == [5293, 5294, 5295]
     assert not trees.match(("0", ""), [0, 1, 2], SUFFIX, 3).ids
     trees.add(("9", ""), range(100_000))
