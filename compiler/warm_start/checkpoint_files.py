@@ -11,13 +11,37 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...passes.graph.cut import Cut
 from ..weights.file_pages import FilePages, read_no_more
 from ..weights.tensor_contents import tensor_digest, update_samples
+
+
+class Unread(Protocol):
+    """A tensor that is made of others in the files each time it is asked for, as a quantized weight whose codes are
+    laid out anew."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its sizes, of a quantized weight ``[*, out, in]``."""
+
+    def whole(self) -> torch.Tensor:
+        """All of it."""
+
+    def part(self, cuts: Sequence[Cut]) -> torch.Tensor:
+        """What cuts for one rank leave of it, in memory of its own or of the files.
+
+        Raises:
+            Refused: a quantized weight has no such part.
+        """
+
+
+Find: TypeAlias = Callable[[str], torch.Tensor | Unread | None]
+"""From the name of a tensor to it; None where there is none."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +55,8 @@ class CheckpointFiles:
         read: of a quantized checkpoint, a function of the dtype in which quantized weights are shown. It yields the
             tensors that a float checkpoint would hold behind their names, those weights as ``StoredWeight``. None for
             a float checkpoint.
+        find: likewise, a function of that dtype, and of whether parts of the tensors will be read; it returns one
+            that finds each of these tensors. None where they are read all at once.
         raw: of files of another kind, a function that maps their tensors and raises ``ValueError`` where it cannot.
         known: digests of the tensors, by what the system says of the files.
     """
@@ -39,6 +65,7 @@ class CheckpointFiles:
     texts: Mapping[str, str]
     dtype: torch.dtype | None = None
     read: Callable[[torch.dtype], Iterable[tuple[str, torch.Tensor]]] | None = None
+    find: Callable[[torch.dtype, bool], Find] | None = None
     raw: Callable[[], dict[str, torch.Tensor]] | None = None
     known: dict[Hashable, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -65,16 +92,24 @@ class CheckpointFiles:
             raise ValueError(f"{path} cannot be mapped: {error}") from error
         return found
 
-    def of_a_float_checkpoint(
-        self, dtype: torch.dtype, *, in_parts: bool = False
-    ) -> Iterable[tuple[str, torch.Tensor]]:
+    def of_a_float_checkpoint(self, dtype: torch.dtype) -> Iterable[tuple[str, torch.Tensor]]:
         """The tensors by the names that a float checkpoint has, quantized ones as they are stored, shown in
-        ``dtype``; ``in_parts`` as for ``tensors``.
+        ``dtype``.
 
         Raises:
             ValueError: a file, or a quantized weight, cannot be read.
         """
-        return self.tensors(in_parts=in_parts).items() if self.read is None else self.read(dtype)
+        return self.tensors().items() if self.read is None else self.read(dtype)
+
+    def finder(self, dtype: torch.dtype, *, in_parts: bool = False) -> Find:
+        """A function that finds the same tensors by their names; ``in_parts`` as for ``tensors``.
+
+        Raises:
+            ValueError: a file cannot be read.
+        """
+        if self.find is not None:
+            return self.find(dtype, in_parts)
+        return (self.tensors(in_parts=in_parts) if self.read is None else dict(self.read(dtype))).get
 
     def contents(self) -> dict[str, Any]:
         """What tells one checkpoint from another: texts, and names, dtypes, shapes and samples of all tensors; all of

@@ -314,22 +314,24 @@ def start_tensors(
         ValueError: the checkpoint does not hold what one of them is made of.
     """
     shown = next((source.dtype for source in record.stored.values() if source.form), torch.bfloat16)
-    stored = dict(files.of_a_float_checkpoint(shown, in_parts=in_parts))
+    find = files.finder(shown, in_parts=in_parts)
     assembled: dict[StoredSource, Assembled] = {}
     found: dict[str, torch.Tensor | Assembled] = {}
     for name in needed:
         made_of = record.stored.get(name)
         if made_of is None and (source := record.weights.get(name)) is not None:
-            if source[0] not in stored:
+            tensor = find(source[0])
+            if tensor is None:
                 raise Outdated(f"the checkpoint has no {source[0]!r}")
-            tensor = stored[source[0]]
+            if not isinstance(tensor, torch.Tensor):
+                tensor = tensor.whole()  # floats: quantized weights are in ``stored``
             if source[1] is None or not tensor.dim():
                 found[name] = tensor if source[1] is None else tensor.to(source[1])
                 continue
             made_of = StoredSource(((source[0],),), False, "", source[1], False)
         if made_of is not None:
             if made_of not in assembled:
-                assembled[made_of] = Assembled(made_of, stored)
+                assembled[made_of] = Assembled(made_of, find)
             found[name] = assembled[made_of]
             continue
         if name not in record.tensors:

@@ -6,8 +6,9 @@ is recognized by its contents, as a parameter or expert by expert.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from ...passes.sharding.slices import part_of
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ..weights.file_pages import will_read
 from ..weights.tensor_contents import stored_digest
-from .checkpoint_files import sample_digest
+from .checkpoint_files import Find, Unread, sample_digest
 
 
 @dataclass(frozen=True)
@@ -97,58 +98,69 @@ class Assembled:
 
     Args:
         source: what it is made of.
-        tensors: those of the checkpoint, by name, mapped and not read.
-
-    Attributes:
-        shape: its sizes.
+        find: finds the checkpoint's tensors, mapped and not read.
 
     Raises:
-        ValueError: a tensor is missing, or is not stored as it was.
+        ValueError: a tensor is missing, or is not stored as it was; where it is read.
     """
 
-    def __init__(self, source: StoredSource, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, source: StoredSource, find: Find) -> None:
         self._source = source
-        self._entries = [_checked(source, names, tensors) for names in source.rows]
-        first, *others = self._entries[0]
-        sizes = [sum(len(row) for row in (first, *others)), *first.shape[1:]]
-        if source.transposed:
+        self._entries = [[_Row(name, source.form, find) for name in names] for names in source.rows]
+
+    @cached_property
+    def shape(self) -> torch.Size:
+        """Its sizes."""
+        rows, *inner = self._row_shape
+        sizes = [rows * len(self._entries[0]), *inner]
+        if self._source.transposed:
             sizes[-2:] = reversed(sizes[-2:])
-        self.shape = torch.Size([len(self._entries), *sizes] if source.stacked else sizes)
+        return torch.Size([len(self._entries), *sizes] if self._source.stacked else sizes)
+
+    @cached_property
+    def _row_shape(self) -> torch.Size:
+        return self._entries[0][0].shape
 
     def whole(self) -> torch.Tensor:
         """All of it."""
-        return self._joined(self._entries)
+        return self._joined([[row.part([]) for row in entry] for entry in self._entries])
 
     def form(self) -> torch.Tensor:
-        """The same on the meta device: nothing of it is read."""
-        return self._joined([[_each(_without_data, row) for row in entry] for entry in self._entries])
+        """The same on the meta device: nothing of it is kept in memory."""
+        return self._joined([[_each(_without_data, row.part([])) for row in entry] for entry in self._entries])
 
     def part(self, cut: Cut, rank: int) -> torch.Tensor:
-        """What a rank holds of it; of the files no more is read.
+        """What a rank holds of it; of the files no more is kept in memory.
 
         Raises:
             Refused: a quantized weight has no such part.
         """
         outer, held = self._source.stacked, list(range(len(self._entries)))
-        lead = self._entries[0][0].dim() - 2
-        inner = []
+        lead = len(self._row_shape) - 2
+        rows, others = None, []
         for each in cut.each():
+            indices = each.indices[rank]
             if outer and each.dim == 0:
-                held = each.indices[rank].tolist()
+                held = indices.tolist()
+                continue
+            dim = each.dim - outer
+            dim = 2 * lead + 1 - dim if self._source.transposed and dim >= lead else dim
+            if dim == 0 and len(self._entries[0]) > 1:
+                rows = indices
             else:
-                dim = each.dim - outer
-                turned = self._source.transposed and dim >= lead
-                inner.append((2 * lead + 1 - dim if turned else dim, each.indices[rank]))
+                others.append(Cut(dim, (indices,)))
         entries = []
         for entry in held:
-            rows = self._entries[max(entry, 0)]
-            for dim, indices in inner:
-                rows = _rows_of(rows, indices) if dim == 0 else [_part(row, dim, indices) for row in rows]
-            entries.append(rows if entry != ZERO else [_each(torch.zeros_like, row) for row in rows])
+            found = list(_parts(self._entries[max(entry, 0)], rows, others, self._row_shape[0]))
+            entries.append(found if entry != ZERO else [_each(torch.zeros_like, part) for part in found])
         return self._joined(entries)
 
     def _joined(self, entries: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
         rows = [row for entry in entries for row in entry]
+        if any(_stored_as(row) != _stored_as(rows[0]) for row in rows):
+            raise ValueError(
+                f"{self._source.rows[0][0]!r} and {len(rows) - 1} that it is read with are not stored alike"
+            )
         will_read(rows)
         found = rows[0] if len(rows) == 1 else torch.cat(rows)
         if self._source.stacked:
@@ -159,44 +171,64 @@ class Assembled:
         return found.mT if self._source.transposed else found
 
 
-def _checked(source: StoredSource, names: Sequence[str], tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The rows of a matrix, as they are stored.
+class _Row:
+    """One of the checkpoint's tensors of which a parameter is made, read when it is asked for."""
 
-    Raises:
-        ValueError: one is missing, or is not stored as it was.
-    """
-    found = []
-    for name in names:
-        tensor = tensors.get(name)
-        form = str(tensor.form) if isinstance(tensor, StoredWeight) else ""
-        if tensor is None or form != source.form:
-            raise ValueError(f"the checkpoint does not hold {name!r} as {source.form or 'floats'}")
-        found.append(tensor.replaced(transposed=False) if isinstance(tensor, StoredWeight) else tensor)
-    if any(_stored_as(row) != _stored_as(found[0]) for row in found):
-        raise ValueError(f"{', '.join(names)} are not stored alike")
-    return found
+    def __init__(self, name: str, form: str, find: Find) -> None:
+        self._name, self._form, self._find = name, form, find
+
+    @property
+    def shape(self) -> torch.Size:
+        found = self._found()
+        return self._plain(found).shape if isinstance(found, torch.Tensor) else found.shape
+
+    def part(self, cuts: Sequence[Cut]) -> torch.Tensor:
+        """What cuts for one rank leave of it; all of it without cuts.
+
+        Raises:
+            ValueError: it is missing, or is not stored as it was.
+        """
+        found = self._found()
+        if not isinstance(found, torch.Tensor):
+            return self._plain(found.part(cuts) if cuts else found.whole())
+        found = self._plain(found)
+        for cut in cuts:
+            found = part_of(found, cut, 0)
+        return found
+
+    def _found(self) -> torch.Tensor | Unread:
+        found = self._find(self._name)
+        if found is None:
+            raise self._otherwise()
+        return found
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (str(tensor.form) if isinstance(tensor, StoredWeight) else "") != self._form:
+            raise self._otherwise()
+        return tensor.replaced(transposed=False) if isinstance(tensor, StoredWeight) else tensor
+
+    def _otherwise(self) -> ValueError:
+        return ValueError(f"the checkpoint does not hold {self._name!r} as {self._form or 'floats'}")
+
+
+def _parts(
+    rows: Sequence[_Row], held: np.ndarray | None, others: Sequence[Cut], height: int
+) -> Iterator[torch.Tensor]:
+    """What is held of a matrix: the parts of the tensors that lie under each other in it, each of so many rows."""
+    if held is None:
+        yield from (row.part(others) for row in rows)
+        return
+    known = np.maximum.accumulate(np.where(held == ZERO, 0, np.arange(len(held))))
+    owner = np.maximum(held[known], 0) // height  # zeros are of the tensor before them
+    first = 0
+    for end in (*(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(held)):
+        at, run = int(owner[first]), held[first:end]
+        yield rows[at].part([Cut(0, (np.where(run == ZERO, ZERO, run - at * height),)), *others])
+        first = end
 
 
 def _stored_as(row: torch.Tensor) -> object:
     return row.stored_as if isinstance(row, StoredWeight) else (row.dtype, row.shape[1:])
-
-
-def _rows_of(rows: Sequence[torch.Tensor], indices: np.ndarray) -> list[torch.Tensor]:
-    """Tensors that together are these rows of others that lie under each other."""
-    found, first = [], 0
-    owner = np.searchsorted(np.cumsum([len(row) for row in rows]), indices, side="right")
-    firsts = np.cumsum([0, *(len(row) for row in rows)])
-    ends = [*(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(indices)]
-    for end in ends:
-        at = int(owner[first])
-        held = indices[first:end]
-        found.append(_part(rows[at], 0, np.where(held == ZERO, ZERO, held - firsts[at])))
-        first = end
-    return found
-
-
-def _part(tensor: torch.Tensor, dim: int, indices: np.ndarray) -> torch.Tensor:
-    return part_of(tensor, Cut(dim, (indices,)), 0)
 
 
 def _without_data(tensor: torch.Tensor) -> torch.Tensor:

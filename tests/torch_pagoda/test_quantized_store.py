@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import torch_pagoda as pagoda
 from torch_pagoda import compiled_model
+from torch_pagoda.checkpoint import quantized_tensors
 from torch_pagoda.checkpoint.loading import checkpoint_files
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.warm_start import record
@@ -188,19 +190,14 @@ def test_what_is_stored_otherwise_is_not_what_was_recorded(
 ) -> None:
     """A reader that finds another format in the same files makes the record void."""
     folder = copied("gptq-4-order")
-    files = checkpoint_files(folder, "float32")
-    assert files is not None
-    read = type(files).of_a_float_checkpoint
+    read = quantized_tensors.QuantizedFiles.whole
 
-    def otherwise(self: Any, dtype: torch.dtype, **given: Any) -> object:
-        for name, tensor in read(self, dtype, **given):
-            if isinstance(tensor, StoredWeight) and tensor.order is not None:
-                from dataclasses import replace
-
-                tensor = tensor.replaced(form=replace(tensor.form, ordered=False), order=None)
-            yield name, tensor
+    def otherwise(self: Any, owner: str, key: str) -> torch.Tensor:
+        weight = read(self, owner, key)
+        assert isinstance(weight, StoredWeight)
+        return weight.replaced(form=replace(weight.form, ordered=False), order=None)
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(files), "of_a_float_checkpoint", otherwise)
+        patch.setattr(quantized_tensors.QuantizedFiles, "whole", otherwise)
         assert not started(folder).compile_report.stored or "does not hold" in caplog.text
     assert "the checkpoint does not hold " in caplog.text and "as int4/g32/f16+z+order)" in caplog.text

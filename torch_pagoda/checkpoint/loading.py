@@ -18,6 +18,7 @@ from transformers.utils import cached_file
 
 from ..compiler import CheckpointFiles
 from ..compiler.capture.dynamic_rope import rope_types
+from ..compiler.warm_start.checkpoint_files import Find
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from .configs import causal_lm_class, load_config
 from .gguf.checkpoint import GgufCheckpoint, open_gguf
@@ -31,7 +32,7 @@ from .quantized import (
     quantization_method,
     refusal,
 )
-from .quantized_tensors import read_quantized, unpacked_weights, warn_of_unpacked
+from .quantized_tensors import QuantizedFiles, read_quantized, unpacked_weights, warn_of_unpacked
 from .source import check_source, one_line
 from .stored_tensors import StoredTensor, of_files, weight_files
 
@@ -360,7 +361,10 @@ def checkpoint_files(source: str | os.PathLike[str], dtype: str | torch.dtype) -
     def read(shown: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         return read_quantized(name, method, weights, of_files(weights), shown)
 
-    return CheckpointFiles(weights, texts, resolve_dtype(dtype), read)
+    def find(shown: torch.dtype, in_parts: bool) -> Find:
+        return QuantizedFiles(name, method, weights, of_files(weights), shown, in_parts=in_parts).find
+
+    return CheckpointFiles(weights, texts, resolve_dtype(dtype), read, find)
 
 
 def _gguf_files(name: str, wanted: torch.dtype | None) -> CheckpointFiles:
@@ -370,7 +374,7 @@ def _gguf_files(name: str, wanted: torch.dtype | None) -> CheckpointFiles:
         file.description,
         wanted,
         lambda dtype: open_gguf(name).tensors(dtype),
-        file.raw,
+        raw=file.raw,
     )
 
 

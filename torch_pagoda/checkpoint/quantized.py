@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .gguf.container import is_gguf
 from .readers import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelslim, mxfp4
-from .readers.parts import BadTensor, Read
+from .readers.parts import BadTensor, Layout, Quantized, Read
 from .stored_tensors import StoredTensor
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ class Method:
     kinds: Mapping[str, str] = field(default_factory=dict)
     unpacks: bool = False
 
+    @property
+    def layout(self) -> Callable[[Quantized], Layout] | None:
+        """Return what tells how weights can be read in parts; None if they are read whole."""
+        return _LAYOUTS.get(self.read)
+
 
 _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
     "compressed-tensors": (
@@ -103,6 +108,11 @@ _READERS: dict[str, tuple[str, Read, Callable[[str], object]]] = {
     "bitsandbytes": ("bitsandbytes", bitsandbytes.read_bitsandbytes, bitsandbytes.LEAVES.fullmatch),
     "ascend": ("msModelSlim", modelslim.read_modelslim, modelslim.LEAVES.__contains__),
 }
+_LAYOUTS: dict[Read, Callable[[Quantized], Layout]] = {
+    gptq.read_gptq: gptq.layout_of_gptq,
+    awq.read_awq: awq.layout_of_awq,
+}
+"""Readers that lay codes out anew, and read no more of them than is held."""
 _SETTINGS_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Methods of old checkpoints whose config does not mention them."""
 DESCRIPTIONS = tuple(pattern for pattern, _ in _DESCRIPTIONS)

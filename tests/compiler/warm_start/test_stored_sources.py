@@ -38,7 +38,7 @@ def assembled(stored: bool, transposed: bool) -> Assembled:
     torch.manual_seed(4)
     tensors = {f"{expert}.{half}": matrix(stored) for expert in range(EXPERTS) for half in ("gate", "up")}
     rows = tuple((f"{expert}.gate", f"{expert}.up") for expert in range(EXPERTS))
-    return Assembled(StoredSource(rows, True, str(FORM) if stored else "", torch.float32, transposed), tensors)
+    return Assembled(StoredSource(rows, True, str(FORM) if stored else "", torch.float32, transposed), tensors.get)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,9 +89,9 @@ def test_a_part_is_that_of_the_whole(experts: Any, rows: Any, columns: Any, stor
 def test_what_is_not_stored_as_it_was_is_refused() -> None:
     source = StoredSource((("a", "b"),), True, "", torch.float32, False)
     with pytest.raises(ValueError, match="does not hold 'b' as floats"):
-        Assembled(source, {"a": torch.ones(2, 2), "b": matrix(True)})
-    with pytest.raises(ValueError, match="a, b are not stored alike"):
-        Assembled(source, {"a": torch.ones(2, 2), "b": torch.ones(2, 3)})
+        Assembled(source, {"a": torch.ones(2, 2), "b": matrix(True)}.get).whole()
+    with pytest.raises(ValueError, match="'a' and 1 that it is read with are not stored alike"):
+        Assembled(source, {"a": torch.ones(2, 2), "b": torch.ones(2, 3)}.get).whole()
 
 
 def test_a_stack_with_one_other_entry_is_no_stack() -> None:
@@ -116,14 +116,14 @@ def test_merged_experts_are_found_in_the_files(kind: str, dtype: torch.dtype, tm
     tensors = module_tensors(model)
     assert found.stored
     for name, source in found.stored.items():
-        assert torch.equal(Assembled(source, stored).whole(), tensors[name]), name
+        assert torch.equal(Assembled(source, stored.get).whole(), tensors[name]), name
 
 
 def test_parts_of_a_stack_that_is_one_tensor_in_the_files() -> None:
     form = WeightFormat("e2m1", 4, 32, "bf16")
     codes = torch.randint(0, 256, (4, 6, 32), dtype=torch.uint8)
     weight = StoredWeight(form, codes, torch.rand(4, 6, 2).bfloat16() + 1, dtype=torch.float32, transposed=True)
-    assembled = Assembled(StoredSource((("w",),), False, str(form), torch.float32, True), {"w": weight})
+    assembled = Assembled(StoredSource((("w",),), False, str(form), torch.float32, True), {"w": weight}.get)
     assert assembled.shape == weight.shape == (4, 64, 6)
     assert assembled.form().is_meta and assembled.form().shape == weight.shape
     for dim, first, last in ((0, 2, 4), (1, 32, 64), (2, 3, 6)):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 import torch
 
-from ...runtime.ops.linear.weight_format import WeightFormat
+from ...runtime.ops.linear.weight_format import SCALE_DTYPES, WeightFormat
 from .module_settings import one_of
-from .parts import BadTensor, Quantized, group_of, pack_pairs, scale_name, unpack
+from .parts import BadTensor, Layout, Quantized, group_of, pack_pairs, scale_name, unpack
 
 LEAVES = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 _BITS = (2, 3, 4, 8)
@@ -28,24 +30,46 @@ def read_gptq(module: Quantized) -> dict[str, torch.Tensor]:
     Raises:
         BadTensor: a tensor is missing, has a wrong shape, or contradicts the config.
     """
-    words, scales = module.take("qweight", torch.int32, dim=2), module.scales("scales")
-    groups, outputs = scales.shape
-    bits = _bits(module)
-    inputs = words.shape[0] * 32 // bits
-    if words.shape[1] != outputs:
-        raise module.bad("qweight", f"scales are for {outputs} outputs")
-    codes = unpack(words.T, bits, inputs)
+    bits, outputs, inputs, groups = _sizes(module)
     zeros = _zeros(module, bits, groups, outputs)
     order, size = _order(module, inputs, groups)
+    words = module.held_of(module.take("qweight"), Fraction(32, bits))
+    scales = module.held_of(module.take("scales"), size or inputs)
+    module.check_scales("scales", scales)
+    codes = unpack(words.T, bits, words.shape[0] * 32 // bits)
     if order is not None:
         codes = codes[:, order.long()]
     held = 8 if bits == 8 else 4
     if held == 4:
         codes = pack_pairs(codes)
-    same = None if bool((zeros == 1 << (held - 1)).all()) else zeros.T.contiguous()
+    is_middle = bool((zeros == 1 << (held - 1)).all())
+    same = None if is_middle else module.held_of(zeros, size or inputs).T.contiguous()
     form = WeightFormat("int", held, size, scale_name(scales.dtype), same is not None, order is not None)
     weight = module.stored(form, codes.contiguous(), scales.T.contiguous(), same, order)
     return {f"{module.name}.weight": weight, **module.rest}
+
+
+def layout_of_gptq(module: Quantized) -> Layout:
+    """Return the sizes of the weight, whose inputs lie in words and groups; those in another order (act-order) are
+    read together.
+
+    Raises:
+        BadTensor: as ``read_gptq``.
+    """
+    bits, outputs, inputs, groups = _sizes(module)
+    order, size = _order(module, inputs, groups)
+    per_word = Fraction(32, bits).numerator
+    return Layout(outputs, inputs, 1, math.lcm(size or 1, per_word) if order is None else inputs)
+
+
+def _sizes(module: Quantized) -> tuple[int, int, int, int]:
+    """Return bits, outputs, inputs and groups."""
+    words = module.take("qweight", torch.int32, dim=2)
+    groups, outputs = module.take("scales", *SCALE_DTYPES.values(), dim=2).shape
+    bits = _bits(module)
+    if words.shape[1] != outputs:
+        raise module.bad("qweight", f"scales are for {outputs} outputs")
+    return bits, outputs, words.shape[0] * 32 // bits, groups
 
 
 def _bits(module: Quantized) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from ...compiler.weights.file_pages import will_read
+from ...passes.graph.cut import ZERO, Cut
 from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
 
@@ -25,6 +30,57 @@ class BadTensor(ValueError):
 
 
 @dataclass(frozen=True)
+class Held:
+    """The outputs and inputs that are read of a weight.
+
+    Attributes:
+        outputs: their indices, in order; None: all.
+        inputs: the first, and the one behind the last; None: all.
+    """
+
+    outputs: NDArray[np.int64] | None = None
+    inputs: tuple[int, int] | None = None
+
+    def within(self, cuts: Sequence[Cut]) -> list[Cut]:
+        """Return cuts of the weight, each for one rank, as cuts of what is held."""
+        found = []
+        for cut in cuts:
+            held = self.outputs if cut.dim == 0 else None if self.inputs is None else np.arange(*self.inputs)
+            assert held is not None
+            indices = cut.indices[0]
+            found.append(Cut(cut.dim, (np.where(indices == ZERO, ZERO, np.searchsorted(held, indices)),)))
+        return found
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight ``[out, in]`` lies in the files.
+
+    Attributes:
+        outputs, inputs: its sizes.
+        output_unit, input_unit: how many are read together.
+    """
+
+    outputs: int
+    inputs: int
+    output_unit: int
+    input_unit: int
+
+    def holding(self, cuts: Sequence[Cut]) -> Held:
+        """Return what is read of the weight where these cuts, each for one rank, leave a part of it."""
+        held = Held()
+        for cut in cuts:
+            unit = self.input_unit if cut.dim else self.output_unit
+            given = cut.indices[0][cut.indices[0] != ZERO]
+            units = np.unique(given // unit) if len(given) else np.zeros(1, np.int64)
+            if cut.dim:
+                held = replace(held, inputs=(int(units[0]) * unit, min((int(units[-1]) + 1) * unit, self.inputs)))
+            else:
+                held = replace(held, outputs=(units[:, None] * unit + np.arange(unit)).ravel())
+        return held
+
+
+@dataclass(frozen=True)
 class Quantized:
     """A module of a checkpoint whose weight is stored in several tensors.
 
@@ -35,6 +91,7 @@ class Quantized:
         dtype: dtype that the weight appears in.
         kind: kind of the weight in a description, if there is one.
         keys: last part of the name → whole name, if that is not the module's name plus the last part.
+        held: outputs and inputs that are read of the weight, where the reader has a ``Layout``.
         seen: last name parts of the tensors that were read, or are known to have no effect.
     """
 
@@ -44,6 +101,7 @@ class Quantized:
     dtype: torch.dtype
     kind: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
+    held: Held = Held()
     seen: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def key(self, leaf: str) -> str:
@@ -65,6 +123,19 @@ class Quantized:
             wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise self.bad(leaf, f"expected {wanted}{f' with {dim} dims' if dim is not None else ''}")
         return tensor
+
+    def held_of(self, table: torch.Tensor, inputs: int | Fraction, outputs: int = 1) -> torch.Tensor:
+        """Return what is held of a table, each row of which stands for so many inputs and each column for so many
+        outputs."""
+        if self.held.inputs is not None:
+            first, end = self.held.inputs
+            table = table[first // inputs : -(-end // inputs)]
+        columns = [table]
+        if self.held.outputs is not None:
+            runs = Cut(1, (self.held.outputs[::outputs] // outputs,)).runs[0]
+            columns = [table.narrow(1, first, count) for first, count in runs]
+        will_read(columns)
+        return columns[0] if len(columns) == 1 else torch.cat(columns, 1)
 
     def ignore(self, *leaves: str) -> None:
         """Mark tensors, which may be missing, as having no effect on the weight."""
