@@ -22,19 +22,17 @@ if TYPE_CHECKING:
 
     from .runtime.parallel.follow import LoadProgram
     from .runtime.parallel.group import RankGroup
-    from .runtime.parallel.messages import Message
-    from .runtime.program import Program
 
 _PR_SET_PDEATHSIG = 1
 _MEET_SECONDS = 600.0
 
 
-def main(arguments: list[str], load_program: LoadProgram) -> int:
+def main(arguments: list[str], loader: Callable[[], LoadProgram]) -> int:
     """Follow rank 0 until it ends or says so; returns the exit status.
 
     Args:
         arguments: the numbers, and what may stand in front of them.
-        load_program: makes this rank's program.
+        loader: imports what makes this rank's program, while rank 0 compiles it.
     """
     fd, meeting, rank, size, stages, leader = map(int, arguments[-6:])
     backend: Any = arguments[:-6]
@@ -57,6 +55,7 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
     from .runtime.parallel.follow import take_part
     from .runtime.parallel.host_group import meet_on_host
 
+    load_program = loader()
     logging.basicConfig(format=f"[rank {rank}] %(levelname)s %(name)s: %(message)s")
     meet: Callable[[], RankGroup] = partial(meet_on_host, meeting, rank, size, stages, _MEET_SECONDS)
     if backend:
@@ -68,11 +67,11 @@ def main(arguments: list[str], load_program: LoadProgram) -> int:
     return 0
 
 
-def load_program(message: Message, group: RankGroup) -> Program:
-    """Make this rank's part of the model that a message describes."""
+def loader() -> LoadProgram:
+    """What makes this rank's part of the model that a message describes."""
     from .shipping import load_program
 
-    return load_program(message, group)
+    return load_program
 
 
 def _end_with(leader: int, fd: int) -> None:
@@ -91,4 +90,4 @@ def _end_with(leader: int, fd: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], load_program))
+    sys.exit(main(sys.argv[1:], loader))

@@ -209,7 +209,7 @@ def hashed(self, *arguments):
 LinkedProgram.__call__ = hashed
 """
 """Lets a process note a digest of each step's logits in ``folder``."""
-RANK = f"import sys\nfolder = sys.argv.pop(1)\n{HASHED}\nsys.exit(rank.main(sys.argv[1:], rank.load_program))"
+RANK = f"import sys\nfolder = sys.argv.pop(1)\n{HASHED}\nsys.exit(rank.main(sys.argv[1:], rank.loader))"
 
 
 @pytest.mark.slow

@@ -64,4 +64,4 @@ def stage(**asked: Any) -> Items:
 if __name__ == "__main__":
     fault, reduce = FAULTS[os.environ[FAULT]], DeviceGroup.all_reduce
     DeviceGroup.all_reduce = lambda self, x: fault(reduce(self, x))  # type: ignore[method-assign]
-    sys.exit(main(sys.argv[1:], take_part))
+    sys.exit(main(sys.argv[1:], lambda: take_part))

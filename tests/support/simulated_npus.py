@@ -21,7 +21,7 @@ from torch_pagoda import shipping
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.compiler.targets.npu.aclgraph.aclgraph_route import AclGraphs
 from torch_pagoda.compiler.targets.npu.without_device import is_offline
-from torch_pagoda.rank import load_program, main
+from torch_pagoda.rank import loader, main
 from torch_pagoda.runtime.npu_target import NpuTarget
 
 COMMAND = (sys.executable, str(Path(__file__)))
@@ -92,4 +92,4 @@ if __name__ == "__main__":
     if is_offline():
         import torch_npu  # noqa: F401
     with _as_devices(int(sys.argv[-4])):
-        sys.exit(main(sys.argv[1:], load_program))
+        sys.exit(main(sys.argv[1:], loader))

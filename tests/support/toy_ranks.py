@@ -159,7 +159,7 @@ def load_program(message: Message, group: RankGroup) -> ToyProgram:
 
 def run(arguments: list[str]) -> int:
     """Be one of the ranks."""
-    status = main(arguments, load_program)
+    status = main(arguments, lambda: load_program)
     for do in _at_end:
         do("end")
     return status

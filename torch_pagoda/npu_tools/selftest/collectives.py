@@ -201,4 +201,4 @@ def _seconds(run: Callable[[], torch.Tensor], device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:], take_part))
+    sys.exit(main(sys.argv[1:], lambda: take_part))
