@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -169,22 +169,30 @@ class OfRank(Deferred):
 
     Attributes:
         of: the weight.
+        held: the same part of the unchanged one.
         cut: who holds which part.
         rank: of the one.
     """
 
     of: ChangedWeight
+    held: torch.Tensor
     cut: Cut
     rank: int
 
     def make(self) -> torch.Tensor:
         """The part of the changed weight."""
-        return part_of(self.of.make(), self.cut, self.rank)
+        if self.of.noise:  # drawn for all of it
+            return part_of(self.of.make(), self.cut, self.rank)
+        return replace(self.of, tensor=self.held).make()
+
+    def rows(self, index: slice | torch.Tensor) -> torch.Tensor:
+        """``make()[index]``; of a matrix no other rows are made."""
+        return self.make()[index] if self.of.noise else replace(self.of, tensor=self.held).rows(index)
 
     @property
     def num_rows(self) -> int:
         """The size of its first dim."""
-        return self.of.num_rows if self.cut.dim else self.cut.local
+        return self.held.shape[0]
 
 
 @dataclass(frozen=True)

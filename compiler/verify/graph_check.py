@@ -273,18 +273,27 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
     folded = set(rewritten.notes.folded)
     changed: dict[int, ChangedWeight] = {}
     constants: dict[str, Any] = {**original.constants, **rewritten.constants}
-    for name, tensor in constants.items():
+    parts = rewritten.notes.parts
+
+    def changed_weight(name: str, tensor: torch.Tensor) -> ChangedWeight | None:
         is_weight = isinstance(tensor, nn.Parameter) and tensor.is_floating_point() and tensor.dim() > 0
-        if is_weight and name not in folded:
-            constants[name] = changed.setdefault(id(tensor), ChangedWeight.of(tensor, weights))
-    for name, part in rewritten.notes.parts.items():
-        if (of := changed.get(id(part.whole))) is not None:
-            constants[name] = OfRank(of, part.cut, rewritten.rank)
+        if not is_weight or name in folded:
+            return None
+        if id(tensor) not in changed:
+            changed[id(tensor)] = ChangedWeight.of(tensor, weights)
+        return changed[id(tensor)]
+
+    for name, tensor in constants.items():
+        constants[name] = changed_weight(name, tensor) or tensor
+    for name, part in parts.items():
+        if (of := changed_weight(name, part.whole)) is not None:
+            constants[name] = OfRank(of, rewritten.constants[name], part.cut, rewritten.rank)
     for name, sources in rewritten.notes.merged.items():
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
         if isinstance(tensor, StoredWeight):
-            whole = next((weight for weight in changed.values() if _is_turned(tensor, weight.tensor)), None)
+            all_of_it = parts[name].whole if name in parts else tensor
+            whole = next((weight for weight in changed.values() if _is_turned(all_of_it, weight.tensor)), None)
             constants[name] = tensor if whole is None else replace(whole, tensor=tensor)
         elif isinstance(tensor, torch.Tensor):
             of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)

@@ -29,9 +29,9 @@ class Lockstep(NodeByNode):
     """
 
     def __init__(self, modules: Sequence[fx.GraphModule], constants: Collection[str]) -> None:
-        calls = [[(node.op, node.name, node.target) for node in module.graph.nodes] for module in modules]
+        calls = [[_call(node) for node in module.graph.nodes] for module in modules]
         if any(other != calls[0] for other in calls):
-            raise ValueError("the ranks' graphs differ; all ranks have to call the same operators in one order")
+            raise ValueError("the ranks' graphs differ; all ranks have to make the same calls in one order")
         super().__init__(modules[0], constants)
         self._ranks = len(modules)
         nodes = {node.name: node for node in modules[0].graph.nodes}
@@ -117,6 +117,12 @@ class LockstepStages:
 
 class LockstepFloat32(Lockstep, Float32Graph):
     """The same computed in float32."""
+
+
+def _call(node: fx.Node) -> tuple[Any, ...]:
+    """What a node calls, and with which arguments, but for those that each rank has its own of."""
+    arguments = () if node.target in _NUMBERED else (node.args, node.kwargs)
+    return node.op, node.name, node.target, fx.map_arg(arguments, lambda given: given.name)
 
 
 def _own_arguments(graph: fx.Graph, nodes: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
