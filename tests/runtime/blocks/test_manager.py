@@ -273,7 +273,7 @@ def test_reset_frees_everything_whatever_was_broken() -> None:
         (lambda b: b.sequences["a"].num_null.__setitem__(0, 1), "left the window"),
         (lambda b: b.sequences.pop("a"), "reference counts"),
         (lambda b: b.sequences.update(s=b.sequences["a"]), "at once"),
-        (lambda b: b.in_flight.append((b.pools[0], 0)), "reference counts"),
+        (lambda b: b.copies.in_flight.append((b.pools[0], 0)), "reference counts"),
         (lambda b: b.swap_space.tables("s")[0].__setitem__(0, 2), "reference counts"),
     ],
 )
