@@ -1,4 +1,4 @@
-"""Block tables of a KV cache whose content is found again, in pure Python, without tensors."""
+"""The block manager: block tables with prefix caching, swapping and defragmentation, without tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from .tables import BlockTables
 
 
 class BlockManager(BlockTables):
-    """Block tables whose content outlives its sequences, is copied to host memory and back, and moves in the pools.
+    """Block tables that share the content of other sequences, on the device and in host memory.
 
-    Sequences that begin with the same tokens share blocks (prefix caching): full blocks are published under a hash,
-    and found until they are evicted. A preempted sequence may wait in host memory (swapping). Host memory also holds
+    Full blocks are published under the hash of their content and found by sequences that begin with the same tokens,
+    until they are evicted (prefix caching). A preempted sequence may wait in host memory (swapping), which also holds
     blocks on their way from and to a store.
+
+    Costs are those of ``BlockTables``, except that ``defragment``, ``resize``, ``stats`` and ``check`` are
+    O(``num_blocks``).
 
     Args:
         groups, block_size: as for ``BlockTables``.
@@ -40,7 +43,7 @@ class BlockManager(BlockTables):
         super().__init__(groups, block_size, swapped=self.swap_space)
         self.enable_prefix_caching = enable_prefix_caching
         self.num_prefix_queries = self.num_prefix_hits = 0
-        self._arriving: list[tuple[str, Sequence[bytes]]] = []  # sequences with copies from the host under way
+        self._arriving: list[tuple[str, Sequence[bytes]]] = []  # sequences whose copies from the host are under way
 
     def reset(self) -> None:
         """Free all blocks and forget all content, whatever state an interrupted operation left behind."""

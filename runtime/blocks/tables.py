@@ -24,8 +24,8 @@ class BlockTables:
     step writes states, from ``allocate`` to ``end_step``; ``slots_of_step`` returns the slots that it reads and
     writes.
 
-    Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``
-    and allocation in one run.
+    Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except moves and allocation in one
+    run.
 
     Args:
         groups: at least one; a group of states must be the last.
