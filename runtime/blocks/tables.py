@@ -122,11 +122,7 @@ class BlockTables:
         return sequence.num_tokens if sequence is not None else 0
 
     def sequence(self, request_id: str) -> SequenceBlocks:
-        """Return the sequence's record.
-
-        Raises:
-            ValueError: it holds no blocks.
-        """
+        """Return the sequence's record; raises ValueError if it holds no blocks."""
         sequence = self.sequences.get(request_id)
         if sequence is None:
             raise ValueError(f"request_id={request_id!r} holds no blocks; allocate some first")
@@ -403,8 +399,7 @@ class BlockTables:
         """Move blocks, source → target, of a group and rewrite the tables; the targets must be available."""
         if not moves:
             return
-        pool = self.pools[group]
-        pool.move(moves)
+        self.pools[group].move(moves)
         self.copies.before += [CacheCopy("move", group, source, target) for source, target in moves.items()]
         self.num_moved += len(moves)
         for request_id, sequence in self.sequences.items():
