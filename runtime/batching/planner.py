@@ -120,7 +120,7 @@ class Planner:
             if plan.planned:
                 return plan
         self._fill(plan)
-        if not plan.planned and self.blocks.has_overlapped_copies:
+        if not plan.planned and self.blocks.copies.overlapped:
             # The only runnable requests wait for copies: make these first.
             self.blocks.copy_before_step()
             self._fill(plan)
@@ -212,7 +212,7 @@ class Planner:
         while (room := blocks.num_tokens_that_fit(request.request_id, computed) - computed) < 1:
             victim = self.queues.running[-1]
             # A request whose blocks are being copied out gives up no more by waiting for another victim.
-            if victim is request or blocks.has_overlapped_copies:
+            if victim is request or blocks.copies.overlapped:
                 return
             self._preempt(victim, plan)
         self._plan(request, min(wanted, room), plan)

@@ -1,4 +1,4 @@
-"""Records of the block manager: groups of layers, sequences, counts."""
+"""Records of the block manager: groups of layers and sequences."""
 
 from __future__ import annotations
 
@@ -51,13 +51,3 @@ class SequenceBlocks:
     is_stale: bool = False  # its content no longer follows from its tokens
     state_tokens: int = 0  # tokens covered by its state; UNKNOWN while a step overwrites it
     state_target: int = NULL_BLOCK  # slot that the launched step writes, if not the one it reads
-
-
-@dataclass(slots=True)
-class Counts:
-    """Event counts since the manager was created."""
-
-    prefix_queries: int = 0  # tokens
-    prefix_hits: int = 0
-    copies_on_write: int = 0
-    moved: int = 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .copies import CacheCopy
 from .groups import BlockGroup
-from .moves import CacheCopy
 from .pool import NULL_BLOCK, BlockPool
 from .prefix import longest_run
 

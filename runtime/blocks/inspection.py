@@ -21,7 +21,7 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         ``_used_peak`` and ``_evicted``.
     """
     tokens, slots = _filled(manager)
-    counts = manager.counts
+    hits, queries = manager.num_prefix_hits, manager.num_prefix_queries
     states = _state_figures(manager.pools[-1]) if manager.has_state else {}
     return {
         "blocks_total": manager.num_blocks,
@@ -31,12 +31,12 @@ def stats(manager: BlockManager) -> dict[str, int | float]:
         "blocks_used_peak": sum(pool.peak_used for pool in manager.token_pools),
         "utilization": manager.num_used_blocks / manager.num_blocks if manager.num_blocks else 0.0,
         "internal_fragmentation": 1 - tokens / slots if slots else 0.0,
-        "prefix_query_tokens": counts.prefix_queries,
-        "prefix_hit_tokens": counts.prefix_hits,
-        "prefix_hit_rate": counts.prefix_hits / counts.prefix_queries if counts.prefix_queries else 0.0,
+        "prefix_query_tokens": queries,
+        "prefix_hit_tokens": hits,
+        "prefix_hit_rate": hits / queries if queries else 0.0,
         "evictions": sum(pool.evictions for pool in manager.token_pools),
-        "copies_on_write": counts.copies_on_write,
-        "blocks_moved": counts.moved,
+        "copies_on_write": manager.num_copies_on_write,
+        "blocks_moved": manager.num_moved,
         **manager.swap_space.stats(),
         **states,
     }
@@ -70,7 +70,11 @@ def _filled(manager: BlockManager) -> tuple[int, int]:
                 if table[-1] == NULL_BLOCK or pool.refs(table[-1]) > 1:
                     return _filled_block_by_block(manager)
                 missing += count
-    return (slots - missing, slots) if not (manager.in_flight or manager.held) else _filled_block_by_block(manager)
+    return (
+        (slots - missing, slots)
+        if not (manager.copies.in_flight or manager.held)
+        else _filled_block_by_block(manager)
+    )
 
 
 def _filled_block_by_block(manager: BlockManager) -> tuple[int, int]:
@@ -109,7 +113,7 @@ def check(manager: BlockManager) -> None:
     for request_id in space:
         for g, (pool, table) in enumerate(zip(space.pools, space.tables(request_id), strict=True)):
             _check_table(manager, request_id, g, table, space.num_tokens(request_id), holders[pool])
-    for pool, block in (*manager.in_flight, *manager.held):
+    for pool, block in (*manager.copies.in_flight, *manager.held):
         holders[pool][block] += 1
     for pool, lent in zip(space.pools, space.lent, strict=True):
         for block in lent:

@@ -1,156 +1,73 @@
-"""Block tables with reference counts for the KV cache, in pure Python, without tensors."""
+"""The block manager: block tables with prefix caching, swapping and defragmentation, without tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from . import host_prefix, state_slots
-from .elastic import ElasticPool
-from .groups import BlockGroup, Counts, SequenceBlocks
+from .copies import CacheCopy
+from .groups import BlockGroup, SequenceBlocks
 from .inspection import check, stats
-from .moves import CacheCopy, moves_for_run, moves_to_front
-from .pool import NULL_BLOCK, BlockPool, OutOfBlocks
+from .moves import moves_to_front
+from .pool import NULL_BLOCK, OutOfBlocks
 from .prefix import Prefix, find_prefix
 from .swap_space import SwapSpace
+from .tables import BlockTables
 
 
-class BlockManager:
-    """Allocates the blocks of a paged KV cache (PagedAttention, arXiv 2309.06180, section 4).
+class BlockManager(BlockTables):
+    """Block tables that share the content of other sequences, on the device and in host memory.
 
-    A sequence's *table* lists its blocks in order: token i is in block ``table[i // block_size]`` at offset
-    ``i % block_size``. There is one table for each group of layers; all have the same length. A block may be in
-    several tables: of forked sequences, and of sequences that begin with the same tokens (prefix caching). A shared
-    block is never written: ``allocate`` replaces it with a copy. ``take_changes`` returns the copies to make since
-    its last call.
+    Full blocks are published under the hash of their content and found by sequences that begin with the same tokens,
+    until they are evicted (prefix caching). A preempted sequence may wait in host memory (swapping), which also holds
+    blocks on their way from and to a store.
 
-    If the model has states, they are the last group. Its table is the one slot that the sequence continues from. A
-    step writes states, from ``allocate`` to ``end_step``; ``slots_of_step`` returns the slots that it reads and
-    writes.
-
-    Every operation costs O(blocks that it adds or drops), never O(``num_blocks``), except ``defragment``, ``resize``,
-    ``stats``, ``check`` and allocation in one run.
+    Costs are those of ``BlockTables``, except that ``defragment``, ``resize``, ``stats`` and ``check`` are
+    O(``num_blocks``).
 
     Args:
-        groups: at least one; a group of states must be the last.
-        block_size: tokens per block.
+        groups, block_size: as for ``BlockTables``.
         enable_prefix_caching: keep the content of freed blocks and find it again by its hash.
+
+    Attributes:
+        swap_space: the blocks in host memory.
+        num_prefix_queries: tokens looked up in the cache so far.
+        num_prefix_hits: how many of these were there.
 
     Raises:
         ValueError: a size is below 1, or a group of states is not the last.
     """
 
     def __init__(self, groups: Sequence[BlockGroup], block_size: int, *, enable_prefix_caching: bool = False) -> None:
-        if not groups:
-            raise ValueError("groups=[] is empty; pass at least one group of layers")
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} is below 1; use 16 or another positive size")
-        if any(group.is_state for group in groups[:-1]):
-            raise ValueError(
-                "a group of states is not the last of groups; put all states of a model into one group at the end"
-            )
-        self.groups = list(groups)
-        self.has_state = groups[-1].is_state
-        self.block_size = block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.pools = [
-            ElasticPool(group.min_blocks, group.num_blocks) if group.min_blocks else BlockPool(group.num_blocks)
-            for group in groups
-        ]
-        self.token_pools = self.pools[:-1] if self.has_state else self.pools
         self.swap_space = SwapSpace([group.num_host_blocks for group in groups])
-        self.sequences: dict[str, SequenceBlocks] = {}
-        self._copies: list[CacheCopy] = []
-        self._overlapped_copies: list[CacheCopy] = []
-        self.in_flight: list[tuple[BlockPool, int]] = []  # until the copies of the last step are done
-        self.held: list[tuple[BlockPool, int]] = []  # until a launched step is settled
-        self._arriving: list[
-            tuple[str, Sequence[bytes]]
-        ] = []  # sequences with copies from the host, as ``in_flight``
-        self._rewritten: set[str] = set()
-        self.counts = Counts()
+        super().__init__(groups, block_size, swapped=self.swap_space)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.num_prefix_queries = self.num_prefix_hits = 0
+        self._arriving: list[tuple[str, Sequence[bytes]]] = []  # sequences whose copies from the host are under way
 
     def reset(self) -> None:
         """Free all blocks and forget all content, whatever state an interrupted operation left behind."""
-        for pool in self.pools:
-            pool.reset()
+        super().reset()
         self.swap_space.reset()
-        self.sequences.clear()
-        self._copies, self._overlapped_copies, self.in_flight, self.held = [], [], [], []
         self._arriving = []
-        self._rewritten.clear()
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks in all groups, without state slots."""
-        return sum(pool.num_blocks for pool in self.token_pools)
+    def free(self, request_id: str) -> None:
+        """Drop the sequence, wherever it is; blocks without another holder become free, or cached if their content
+        has a hash.
 
-    @property
-    def num_available_blocks(self) -> int:
-        """Number of blocks that can be allocated, free and cached ones, in all groups, without state slots."""
-        return sum(pool.num_available for pool in self.token_pools)
+        Raises:
+            ValueError: the sequence holds nothing.
+        """
+        if request_id in self.swap_space:
+            # Blocks that are being copied out must not be reused before the copy is done.
+            self.copies.in_flight += self.swap_space.forget(request_id)
+        else:
+            super().free(request_id)
 
-    @property
-    def num_used_blocks(self) -> int:
-        """Number of blocks with a holder in all groups, without state slots."""
-        return sum(pool.num_used for pool in self.token_pools)
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Number of blocks without a holder whose content can be found again, in all groups, without state slots."""
-        return sum(pool.num_cached for pool in self.token_pools)
-
-    @property
-    def capacity(self) -> int | None:
-        """Tokens of the longest sequence that fits into the empty cache; None if any sequence fits."""
-        most = [
-            pool.max_blocks * self.block_size
-            for group, pool in zip(self.groups, self.pools, strict=True)
-            if not group.is_state and not (group.window and pool.max_blocks > -(-group.window // self.block_size))
-        ]
-        return min(most, default=None)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self.sequences
-
-    def table(self, request_id: str, group: int = 0) -> list[int]:
-        """Return the sequence's block ids in order (a copy); ``NULL_BLOCK`` for blocks behind the window."""
-        return list(self._sequence(request_id).tables[group])
-
-    def tables(self, request_id: str) -> list[list[int]]:
-        """Return the sequence's tables, one for each group (copies)."""
-        return [list(table) for table in self._sequence(request_id).tables]
-
-    def num_tokens(self, request_id: str) -> int:
-        """Return the number of tokens that the sequence's table was made to hold, 0 if it has none."""
-        sequence = self.sequences.get(request_id)
-        return sequence.num_tokens if sequence is not None else 0
-
-    def num_tokens_that_fit(self, request_id: str, start: int) -> int:
-        """Return how many tokens the sequence could hold with every available block, if written from ``start`` on."""
-        sequence = self.sequences.get(request_id)
-        fitting = []
-        for g, pool in enumerate(self.token_pools):
-            table = sequence.tables[g] if sequence is not None else []
-            spare = pool.num_available - self._shared_ahead(g, table, start)
-            if spare < 0:
-                fitting.append(start)  # a write needs all shared blocks replaced first
-            else:
-                fitting.append((len(table) + spare) * self.block_size)
-        if self.has_state and state_slots.num_to_take(self.pools[-1], sequence, start) > self.pools[-1].num_available:
-            fitting.append(start)
-        return min(fitting, default=1 << 62)
-
-    def num_blocks_to_allocate(self, request_id: str, num_tokens: int, start: int) -> list[int]:
-        """Return, for each group, the number of blocks to take so that the table holds ``num_tokens`` and can be
-        written from ``start`` on."""
-        sequence = self.sequences.get(request_id)
-        counts = []
-        for g in range(len(self.token_pools)):
-            table = sequence.tables[g] if sequence is not None else []
-            counts.append(max(0, self._length(g, num_tokens) - len(table)) + self._shared_ahead(g, table, start))
-        if self.has_state:
-            counts.append(state_slots.num_to_take(self.pools[-1], sequence, start))
-        return counts
+    def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
+        """Return the cached prefix of a sequence whose full blocks have these hashes."""
+        known = hashes if self.enable_prefix_caching else ()
+        return find_prefix(self.groups, self.pools, known, self.block_size)
 
     def num_blocks_to_admit(self, prefix: Prefix, num_tokens: int, chunk: int) -> list[int]:
         """Return, for each group, the blocks that must be available for a new sequence of ``num_tokens`` tokens.
@@ -166,251 +83,12 @@ class BlockManager:
                 # The slot that it continues from, if any, and the slot that it writes.
                 counts.append(1 + prefix.revived[g])
                 continue
-            length, found = (
-                self._length(g, num_tokens),
-                prefix.num_blocks - group.first_seen(prefix.num_blocks, self.block_size),
-            )
+            length = group.length(num_tokens, self.block_size)
+            found = prefix.num_blocks - group.first_seen(prefix.num_blocks, self.block_size)
             if group.window:
                 length = min(length - prefix.num_blocks + found, -(-(group.window + chunk) // self.block_size) + 1)
             counts.append(max(0, length - found) + prefix.revived[g])
         return counts
-
-    def can_take(self, counts: Sequence[int], beside: int = 0) -> bool:
-        """Return True if each group has that many blocks available, and ``beside`` more in groups that grow with the
-        tokens."""
-        return all(
-            count + (0 if group.is_state else beside) <= pool.num_available
-            for count, group, pool in zip(counts, self.groups, self.pools, strict=True)
-        )
-
-    def allocate(self, request_id: str, num_tokens: int, start: int, *, in_one_run: bool = False) -> list[list[int]]:
-        """Make the sequence's tables hold ``num_tokens`` tokens, so that those from ``start`` on can be written.
-
-        Shared blocks that are to be written are replaced by copies. This never shrinks a table. A state gets the slot
-        that the step writes.
-
-        Args:
-            request_id: the sequence; a new one gets empty tables first.
-            num_tokens: prompt and output, >= 1.
-            start: tokens before it stay as they are.
-            in_one_run: take neighboring blocks if a run of them is available, moving others out of the way if that
-                helps.
-
-        Returns:
-            For each group, the block ids added to the end of its table, often none.
-
-        Raises:
-            OutOfBlocks: too few blocks are available; nothing was changed.
-            ValueError: there is nothing to write, the sequence is swapped out, or it has no state of ``start``
-                tokens.
-        """
-        if num_tokens < 1 or not 0 <= start < num_tokens:
-            raise ValueError(f"num_tokens={num_tokens}, start={start} writes nothing; use start < num_tokens")
-        needed = self.num_blocks_to_allocate(request_id, num_tokens, start)
-        if not self.can_take(needed):
-            available = [pool.num_available for pool in self.pools]
-            raise OutOfBlocks(
-                f"request_id={request_id!r} needs {needed} more blocks for num_tokens={num_tokens}, {available} of "
-                f"{[pool.num_blocks for pool in self.pools]} are available; free another request first"
-            )
-        sequence = self.sequences.get(request_id)
-        if sequence is None:
-            if request_id in self.swap_space:
-                raise ValueError(f"request_id={request_id!r} is swapped out; swap it in first")
-            sequence = SequenceBlocks(0, [[] for _ in self.groups], [0] * len(self.groups))
-        # First, because it raises if the sequence has no such state.
-        slot = [state_slots.begin_step(self.pools[-1], sequence, start)] if self.has_state else []
-        self.sequences[request_id] = sequence
-        sequence.num_committed = min(sequence.num_committed, start // self.block_size)
-        added = []
-        for g, pool in enumerate(self.token_pools):
-            table = sequence.tables[g]
-            self._copy_on_write(request_id, g, table, start)
-            count = self._length(g, num_tokens) - len(table)
-            new = []
-            if count > 0:
-                run = self._contiguous_run(g, count) if in_one_run and count > 1 else None
-                new = pool.take(count) if run is None else run
-                table.extend(new)
-            added.append(new)
-        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        return added + slot
-
-    def allocate_in_place(self, request_id: str, num_tokens: int, start: int) -> bool:
-        """Allocate for the usual case of decoding: the tokens fit into blocks that only this sequence holds.
-
-        Returns:
-            True if they fit; otherwise nothing was changed.
-        """
-        sequence = self._sequence(request_id)
-        size = self.block_size
-        # Without the table of states, which is the last.
-        for pool, table in zip(self.token_pools, sequence.tables, strict=False):
-            if len(table) * size < num_tokens:
-                return False
-            if not all([pool.is_private(table[i]) for i in range(start // size, len(table))]):
-                return False
-        if self.has_state and not state_slots.begin_step_in_place(self.pools[-1], sequence, start):
-            return False
-        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        return True
-
-    def room_for_drafts(self, request_id: str, beside: int) -> int:
-        """Return how many tokens ``draft_in_place`` can make the sequence's tables hold.
-
-        Args:
-            request_id: the sequence; its step is allocated.
-            beside: blocks of each group that must stay free.
-        """
-        sequence, size = self._sequence(request_id), self.block_size
-        if self.has_state and not state_slots.can_begin_draft(self.pools[-1], sequence):
-            return 0
-        tables = zip(self.token_pools, sequence.tables, strict=False)
-        return min([(len(table) + max(pool.num_free - beside, 0)) * size for pool, table in tables], default=1 << 62)
-
-    def draft_in_place(self, request_id: str, num_tokens: int, start: int) -> list[list[int]] | None:
-        """Make a sequence whose step is allocated hold more tokens, which may not come to stay.
-
-        Only free blocks are taken: nothing cached is evicted, and nobody is preempted. A state is written to a slot
-        of its own, so that the step can be taken back.
-
-        Args:
-            request_id: the sequence.
-            num_tokens: number of tokens to hold.
-            start: first token of the step.
-
-        Returns:
-            For each group, the block ids added to the end of its table; None if blocks or a slot are lacking:
-            nothing was changed.
-        """
-        sequence = self._sequence(request_id)
-        counts = [max(0, self._length(g, num_tokens) - len(sequence.tables[g])) for g in range(len(self.token_pools))]
-        if any([count > pool.num_free for count, pool in zip(counts, self.token_pools, strict=True)]):
-            return None
-        if self.has_state and not state_slots.begin_draft(self.pools[-1], sequence, start):
-            return None
-        added = [pool.take(count) for count, pool in zip(counts, self.token_pools, strict=True)]
-        for table, new in zip(sequence.tables, added, strict=False):
-            table.extend(new)
-        sequence.num_tokens = max(sequence.num_tokens, num_tokens)
-        return [*added, []] if self.has_state else added
-
-    def take_back_step(self, request_id: str) -> None:
-        """Leave the sequence's state as it was before the step, which had drafts."""
-        state_slots.drop_target(self.pools[-1], self._sequence(request_id))
-
-    def slots_of_step(self, request_id: str, start: int) -> tuple[int, int]:
-        """Return the slots that the step allocated from token ``start`` on reads and writes; the first is -1 if
-        ``start`` is 0."""
-        return state_slots.slots_of_step(self._sequence(request_id), start)
-
-    def end_step(self, request_id: str, num_tokens: int) -> None:
-        """Record that a step is computed: a sequence's state now covers ``num_tokens`` tokens (models with state)."""
-        state_slots.end_step(self.pools[-1], self._sequence(request_id), num_tokens)
-
-    def free(self, request_id: str) -> None:
-        """Drop the sequence, wherever it is; blocks without another holder become free, or cached if their content
-        has a hash.
-
-        Raises:
-            ValueError: the sequence holds nothing.
-        """
-        if request_id in self.swap_space:
-            # Blocks that are being copied out must not be reused before the copy is done.
-            self.in_flight += self.swap_space.forget(request_id)
-        else:
-            self._drop(request_id)
-
-    def hold(self, request_id: str) -> None:
-        """Keep the sequence's blocks from being reused, even if it is freed, until ``release_held``: a launched step
-        may still read and write them."""
-        sequence = self._sequence(request_id)
-        blocks = [(pool, block) for pool, table in zip(self.pools, sequence.tables, strict=True) for block in table]
-        if self.has_state:
-            blocks.append((self.pools[-1], sequence.state_target))
-        for pool, block in blocks:
-            if block != NULL_BLOCK:
-                pool.retain(block)
-                self.held.append((pool, block))
-
-    def release_held(self) -> None:
-        """Release what ``hold`` kept, once the launched step is settled."""
-        held, self.held = self.held, []
-        for pool, block in held:
-            pool.release(block)
-
-    def fork(self, parent_id: str, child_id: str, num_tokens: int) -> None:
-        """Give ``child_id`` tables with the blocks of the parent's first ``num_tokens`` tokens; nothing is copied
-        until one of the two writes to a shared block.
-
-        Raises:
-            ValueError: the parent holds fewer tokens, its state covers more, the window has passed blocks that the
-                child would see, or the child holds blocks.
-        """
-        parent = self._sequence(parent_id)
-        if child_id in self.sequences or child_id in self.swap_space:
-            raise ValueError(f"child_id={child_id!r} already holds blocks; free it or use another id")
-        if not 1 <= num_tokens <= parent.num_tokens:
-            raise ValueError(
-                f"num_tokens={num_tokens} is not in 1..{parent.num_tokens}, the tokens of parent_id={parent_id!r}"
-            )
-        if self.has_state and num_tokens != parent.state_tokens:
-            raise ValueError(
-                f"num_tokens={num_tokens} differs from the {parent.state_tokens} tokens that the state of "
-                f"parent_id={parent_id!r} covers; fork at the end of its state"
-            )
-        tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(parent.tables)]
-        for group, table in zip(self.groups, tables, strict=True):
-            if group.window and NULL_BLOCK in table[max(0, num_tokens - group.window + 1) // self.block_size :]:
-                raise ValueError(
-                    f"num_tokens={num_tokens} is behind the window of parent_id={parent_id!r}; fork at its end"
-                )
-        for pool, table in zip(self.pools, tables, strict=True):
-            for block in table:
-                if block != NULL_BLOCK:
-                    pool.retain(block)
-        committed = min(parent.num_committed, num_tokens // self.block_size)
-        self.sequences[child_id] = SequenceBlocks(
-            num_tokens, tables, list(parent.num_null), committed, parent.is_stale, parent.state_tokens
-        )
-
-    def remove_skipped_blocks(self, request_id: str, position: int) -> None:
-        """Free the blocks that no token from ``position`` on can see, in groups with a window."""
-        sequence = self._sequence(request_id)
-        for g, group in enumerate(self.groups):
-            if not group.window:
-                continue
-            table, pool = sequence.tables[g], self.pools[g]
-            end = min(max(0, position - group.window + 1) // self.block_size, len(table))
-            for i in range(sequence.num_null[g], end):
-                pool.release(table[i])
-                table[i] = NULL_BLOCK
-            sequence.num_null[g] = max(sequence.num_null[g], end)
-
-    def restart(self, request_id: str) -> None:
-        """Prepare to write the sequence from its first token on again.
-
-        It keeps its blocks, unless a window has passed some of them: then it releases the others too.
-        """
-        sequence = self._sequence(request_id)
-        if self.has_state:
-            state_slots.drop_target(self.pools[-1], sequence)
-            sequence.state_tokens = 0
-        if not any(sequence.num_null):
-            return
-        for g, pool in enumerate(self.token_pools):
-            for block in reversed(sequence.tables[g]):
-                if block != NULL_BLOCK:
-                    pool.release(block)
-            sequence.tables[g] = []
-        sequence.num_tokens = sequence.num_committed = 0
-        sequence.num_null = [0] * len(self.groups)
-        self._rewritten.add(request_id)
-
-    def find_prefix(self, hashes: Sequence[bytes]) -> Prefix:
-        """Return the cached prefix of a sequence whose full blocks have these hashes."""
-        known = hashes if self.enable_prefix_caching else ()
-        return find_prefix(self.groups, self.pools, known, self.block_size)
 
     def take_prefix(self, request_id: str, hashes: Sequence[bytes], num_blocks: int) -> None:
         """Start a sequence on the blocks that ``find_prefix`` found."""
@@ -465,41 +143,22 @@ class BlockManager:
             )
             tables.append(table if group.is_state else [NULL_BLOCK] * first + table)
             num_null.append(0 if group.is_state else first)
-            self.in_flight += held
-            if overlapped:
-                self._overlapped_copies += copies
-            else:
-                self._copies += copies
+            self.copies.in_flight += held
+            self.copies.plan(copies, overlapped=overlapped)
         num_tokens = num_blocks * self.block_size
         self.sequences[request_id] = SequenceBlocks(num_tokens, tables, num_null, state_tokens=num_tokens)
         self._arriving.append((request_id, hashes[:num_blocks]))
 
-    def copy_to_host(self, group: int, content: bytes) -> int | None:
-        """Plan to copy a block to host memory while the step runs.
-
-        Returns:
-            The host block, which is lent; None if there is none, or the device does not have the content.
-        """
-        pool = self.pools[group]
-        block = pool.lookup(content)
-        target = None if block is None else self.swap_space.lend(group)
-        if block is None or target is None:
-            return None
-        pool.retain(block)
-        self.in_flight.append((pool, block))
-        self._overlapped_copies.append(CacheCopy("out", group, block, target))
-        return target
-
     def count_prefix(self, num_tokens: int, num_hits: int) -> None:
         """Record for the statistics that a sequence of ``num_tokens`` tokens found ``num_hits`` of them cached."""
-        self.counts.prefix_queries += num_tokens
-        self.counts.prefix_hits += num_hits
+        self.num_prefix_queries += num_tokens
+        self.num_prefix_hits += num_hits
 
     def commit(self, request_id: str, hashes: Sequence[bytes], num_tokens: int) -> None:
         """Publish the full blocks of the first ``num_tokens`` tokens, which are computed, under these hashes."""
         if not self.enable_prefix_caching:
             return
-        sequence = self._sequence(request_id)
+        sequence = self.sequence(request_id)
         if sequence.is_stale:
             return
         end = min(num_tokens // self.block_size, len(hashes))
@@ -526,7 +185,7 @@ class BlockManager:
         Returns:
             True if it was kept; False if only more valuable snapshots could make room, or if there is one already.
         """
-        sequence, pool = self._sequence(request_id), self.pools[-1]
+        sequence, pool = self.sequence(request_id), self.pools[-1]
         if sequence.state_tokens < 1 or sequence.state_tokens % self.block_size:
             covered = sequence.state_tokens
             raise ValueError(f"the state of {request_id!r} covers {covered} tokens, not a multiple of block_size")
@@ -556,19 +215,17 @@ class BlockManager:
         Returns:
             True if there was room; otherwise nothing was changed.
         """
-        sequence = self._sequence(request_id)
-        tables = [table[: self._length(g, num_tokens)] for g, table in enumerate(sequence.tables)]
+        sequence = self.sequence(request_id)
+        tables = self.leading(sequence, num_tokens)
         copies = self.swap_space.store(request_id, tables, self.pools, num_tokens, is_stale=sequence.is_stale)
         if copies is None:
             return False
+        self.copies.plan(copies, overlapped=overlapped)
         if overlapped:
-            self._overlapped_copies += copies
             for copy in copies:
                 self.pools[copy.group].retain(copy.source)
-                self.in_flight.append((self.pools[copy.group], copy.source))
-        else:
-            self._copies += copies
-        self._drop(request_id)
+                self.copies.in_flight.append((self.pools[copy.group], copy.source))
+        super().free(request_id)
         return True
 
     def is_swapped(self, request_id: str) -> bool:
@@ -602,38 +259,39 @@ class BlockManager:
             request_id, self.pools, may_share=self.enable_prefix_caching
         )
         # The host's blocks must not be rewritten before they are read.
-        self.in_flight += stored
-        if overlapped:
-            self._overlapped_copies += copies
-        else:
-            self._copies += copies
+        self.copies.in_flight += stored
+        self.copies.plan(copies, overlapped=overlapped)
         num_null = [next((i for i, block in enumerate(table) if block != NULL_BLOCK), len(table)) for table in tables]
         self.sequences[request_id] = SequenceBlocks(
             num_tokens, tables, num_null, is_stale=is_stale, state_tokens=num_tokens
         )
         return num_tokens
 
-    @property
-    def has_copies(self) -> bool:
-        """True if copies are planned that are made before the step: what they write is not there yet."""
-        return bool(self._copies)
+    def copy_to_host(self, group: int, content: bytes) -> int | None:
+        """Plan to copy a block to host memory while the step runs.
 
-    @property
-    def has_overlapped_copies(self) -> bool:
-        """True if there are copies to make while the step runs."""
-        return bool(self._overlapped_copies)
+        Returns:
+            The host block, which is lent; None if there is none, or the device does not have the content.
+        """
+        pool = self.pools[group]
+        block = pool.lookup(content)
+        target = None if block is None else self.swap_space.lend(group)
+        if block is None or target is None:
+            return None
+        pool.retain(block)
+        self.copies.in_flight.append((pool, block))
+        self.copies.overlapped.append(CacheCopy("out", group, block, target))
+        return target
 
     def copy_before_step(self) -> None:
         """Make the overlapped copies before the step instead, so that their blocks are available at once."""
-        self._copies += self._overlapped_copies
-        self._overlapped_copies = []
+        before, overlapped = self.copies.take()
+        self.copies.plan([*before, *overlapped], overlapped=False)
         self.finish_copies()
 
     def finish_copies(self) -> None:
         """Release what the copies of the last step needed, now that they are done."""
-        held, self.in_flight = self.in_flight, []
-        for pool, block in held:
-            pool.release(block)
+        self.copies.finish()
         arrived, self._arriving = self._arriving, []
         for request_id, hashes in arrived:
             if request_id in self.sequences:
@@ -645,26 +303,26 @@ class BlockManager:
         Nothing moves while copies of the last step may be running, between ``take_changes`` and ``finish_copies``,
         nor while blocks of ended sequences are held.
         """
-        if not self._may_move:
+        if not self.may_move:
             return 0
         plans = [moves_to_front(pool, pool.num_used + pool.num_cached) for pool in self.pools]
         for g, moves in enumerate(plans):
-            self._move(g, moves)
+            self.move(g, moves)
         return sum(map(len, plans))
 
     def resize(self, num_blocks: Sequence[int]) -> list[int]:
         """Grow or shrink each group's pool; used blocks move to lower ids and are never dropped.
 
-                Returns:
-        The new sizes. A pool never shrinks below its used blocks, nor while copies may be running or blocks are
-                    held.
+        Returns:
+            The new sizes. A pool never shrinks below its used blocks, nor while copies may be running or blocks are
+            held.
         """
         for g, (pool, size) in enumerate(zip(self.pools, num_blocks, strict=True)):
             if size < pool.num_blocks:
-                if not self._may_move:
+                if not self.may_move:
                     continue
                 size = max(size, pool.num_used, 1)
-                self._move(g, moves_to_front(pool, size))
+                self.move(g, moves_to_front(pool, size))
             pool.resize(size)
         return [pool.num_blocks for pool in self.pools]
 
@@ -673,17 +331,6 @@ class BlockManager:
         sizes = [pool.size_for_load() for pool in self.pools]
         if sizes != [pool.num_blocks for pool in self.pools]:
             self.resize(sizes)
-
-    def take_changes(self) -> tuple[list[CacheCopy], list[CacheCopy], set[str]]:
-        """Return the changes since the last call.
-
-        Returns:
-            Copies to make one after the other before the step, copies to make while it runs, and the sequences whose
-            tables have changed entries.
-        """
-        drained = (self._copies, self._overlapped_copies, self._rewritten)
-        self._copies, self._overlapped_copies, self._rewritten = [], [], set()
-        return drained
 
     def stats(self) -> dict[str, int | float]:
         """Return statistics of all groups together, see ``inspection.stats``."""
@@ -700,74 +347,3 @@ class BlockManager:
             RuntimeError: an invariant is broken; the message names it.
         """
         check(self)
-
-    def _drop(self, request_id: str) -> None:
-        sequence = self._sequence(request_id)
-        del self.sequences[request_id]
-        self._rewritten.discard(request_id)
-        if self.has_state:
-            state_slots.drop_target(self.pools[-1], sequence)
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            # Backwards: the end of a chain of hashes is useless without its beginning, so it is evicted first.
-            for block in reversed(table):
-                if block != NULL_BLOCK:
-                    pool.release(block)
-
-    def _length(self, group: int, num_tokens: int) -> int:
-        return self.groups[group].length(num_tokens, self.block_size)
-
-    def _shared_ahead(self, group: int, table: list[int], start: int) -> int:
-        pool = self.pools[group]
-        ahead = range(start // self.block_size, len(table))
-        return sum(table[i] != NULL_BLOCK and pool.refs(table[i]) > 1 for i in ahead)
-
-    def _copy_on_write(self, request_id: str, group: int, table: list[int], start: int) -> None:
-        """Make the sequence the only holder of the blocks that it is about to write."""
-        pool = self.pools[group]
-        for i in range(start // self.block_size, len(table)):
-            block = table[i]
-            if block == NULL_BLOCK:
-                continue
-            if pool.refs(block) < 2:
-                pool.forget(block)
-                continue
-            (table[i],) = pool.take(1)
-            pool.release(block)
-            self._rewritten.add(request_id)
-            if start > i * self.block_size:
-                self._copies.append(CacheCopy("move", group, block, table[i]))
-                self.counts.copies_on_write += 1
-
-    def _contiguous_run(self, group: int, count: int) -> list[int] | None:
-        """Return neighboring blocks, after moving others out of the way if that makes a run."""
-        pool = self.pools[group]
-        run = pool.take_run(count)
-        if run is None and self._may_move:
-            self._move(group, moves_for_run(pool, count))
-            run = pool.take_run(count)
-        return run
-
-    @property
-    def _may_move(self) -> bool:
-        return not (self.in_flight or self._overlapped_copies or self.held)
-
-    def _move(self, group: int, moves: dict[int, int]) -> None:
-        if not moves:
-            return
-        pool = self.pools[group]
-        pool.move(moves)
-        self._copies += [CacheCopy("move", group, source, target) for source, target in moves.items()]
-        self.counts.moved += len(moves)
-        for request_id, sequence in self.sequences.items():
-            table = sequence.tables[group]
-            if not moves.keys().isdisjoint(table):
-                table[:] = [moves.get(block, block) for block in table]
-                self._rewritten.add(request_id)
-            if self.groups[group].is_state:
-                sequence.state_target = moves.get(sequence.state_target, sequence.state_target)
-
-    def _sequence(self, request_id: str) -> SequenceBlocks:
-        sequence = self.sequences.get(request_id)
-        if sequence is None:
-            raise ValueError(f"request_id={request_id!r} holds no blocks; allocate some first")
-        return sequence

@@ -1,26 +1,8 @@
-"""Copies of whole blocks, and the moves that defragment a pool."""
+"""The moves that defragment a pool."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
 from .pool import BlockPool
-
-
-class CacheCopy(NamedTuple):
-    """A copy of one block's content, in all layers of a group.
-
-    Attributes:
-        where: "move" within the device's cache, "out" to host memory, "in" from it.
-        group: index of the group.
-        source: block id.
-        target: block id.
-    """
-
-    where: Literal["move", "out", "in"]
-    group: int
-    source: int
-    target: int
 
 
 def moves_to_front(pool: BlockPool, size: int) -> dict[int, int]:

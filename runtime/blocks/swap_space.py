@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from .moves import CacheCopy
+from .copies import CacheCopy
 from .pool import NULL_BLOCK, BlockPool
 
 

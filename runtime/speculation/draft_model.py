@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..autocast import without_autocast
-from ..blocks import BlockGroup, BlockManager, OutOfBlocks
+from ..blocks import BlockGroup, BlockTables, OutOfBlocks
 from ..cache.cache_specs import has_state
 from ..cache.kv_cache import allocate_kv_cache
 from ..program import Program
@@ -81,7 +81,7 @@ class DraftModel:
         self.program = program
         self.most = most
         self.seconds = StepSeconds()
-        self.blocks = BlockManager([BlockGroup(num_blocks)], block_size)
+        self.blocks = BlockTables([BlockGroup(num_blocks)], block_size)
         self._chains = GreedyChains(program, block_size, program.vocab_size, vocab_size)
         self._longest = min(max_model_len, program.max_model_len or max_model_len)
         self._max_num_batched_tokens = max_num_batched_tokens

@@ -259,7 +259,7 @@ class Drafting:
             name = drafter.name
             if name in resting:
                 continue
-            if drafter.holds_blocks and self.batcher.block_manager.has_copies:
+            if drafter.holds_blocks and self.batcher.block_manager.copies.before:
                 idle.add(name)
                 continue
             length = 0

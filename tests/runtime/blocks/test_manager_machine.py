@@ -252,7 +252,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         manager = self.manager
         swapped = [s for s in self.sequences if manager.is_swapped(s.request_id)]
         sequence = swapped[which % len(swapped)]
-        if manager.has_overlapped_copies and not overlapped:
+        if manager.copies.overlapped and not overlapped:
             self.copy_before_step()
         if manager.can_take(manager.num_blocks_to_swap_in(sequence.request_id)):
             assert manager.swap_in(sequence.request_id, overlapped=overlapped) == len(sequence.names)
@@ -272,7 +272,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
     @rule()
     def defragment(self) -> None:
         moves = self.manager.defragment()
-        if self.manager.in_flight or self.manager.has_overlapped_copies:
+        if self.manager.copies.in_flight or self.manager.copies.overlapped:
             assert not moves
             return
         for pool in self.manager.pools:
@@ -285,7 +285,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         before = [pool.num_blocks for pool in manager.pools]
         wanted = [data.draw(st.integers(1, group.num_blocks)) for group in manager.groups]
         used = [pool.num_used for pool in manager.pools]
-        may_shrink = not manager.in_flight and not manager.has_overlapped_copies
+        may_shrink = not manager.copies.in_flight and not manager.copies.overlapped
         sizes = manager.resize(wanted)
         for was, want, need, size in zip(before, wanted, used, sizes, strict=True):
             assert size == (max(want, need) if want > was or may_shrink else was)

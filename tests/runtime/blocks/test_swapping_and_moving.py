@@ -72,9 +72,9 @@ def test_copies_beside_can_be_made_first() -> None:
     blocks = make(2, host=2)
     blocks.allocate("a", 8, 0)
     blocks.swap_out("a", 8, overlapped=True)
-    assert blocks.has_overlapped_copies and blocks.num_available_blocks == 0
+    assert blocks.copies.overlapped and blocks.num_available_blocks == 0
     blocks.copy_before_step()
-    assert not blocks.has_overlapped_copies and blocks.num_available_blocks == 2
+    assert not blocks.copies.overlapped and blocks.num_available_blocks == 2
     copies, overlapped, _ = blocks.take_changes()
     assert len(copies) == 2 and not overlapped
 

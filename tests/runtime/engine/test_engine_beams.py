@@ -415,7 +415,7 @@ TRACED = {
     for name in (
         *("engine/engine", "engine/core", "engine/state", "engine/step_runner", "engine/beam_submission"),
         *("engine/model_runner", "engine/submission"),
-        *("sampling/beam_search", "batching/batcher", "blocks/manager"),
+        *("sampling/beam_search", "batching/batcher", "blocks/manager", "blocks/tables"),
     )
 }
 OF_A_STEP = {

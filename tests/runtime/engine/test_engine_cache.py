@@ -178,12 +178,12 @@ def test_the_cached_tokens_are_those_of_the_prompt_however_often_it_begins(steps
     found, queries = {}, 0
     for step in range(40):
         if step == steps:
-            queries = engine.block_manager.counts.prefix_queries
+            queries = engine.block_manager.num_prefix_queries
             engine.in_turn(engine.compute_again)
         for output in engine.step():
             found[output.request_id] = (output.num_cached_tokens, len(output.outputs[0].token_ids))
     assert found == {"new": (0, 12), "known": (20, 12)}
-    assert engine.block_manager.counts.prefix_queries == queries
+    assert engine.block_manager.num_prefix_queries == queries
     assert_idle(engine)
 
 

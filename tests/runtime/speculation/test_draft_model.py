@@ -72,8 +72,9 @@ def drafter_of(engine: Engine) -> DraftModel:
 def check_empty(engine: Engine) -> None:
     engine.batcher.check()
     drafter = drafter_of(engine)
-    drafter.blocks.check()
-    assert drafter.blocks.num_used_blocks == 0 and drafter.blocks.leaks([]) == []
+    (pool,) = drafter.blocks.pools
+    pool.check([0] * pool.num_blocks)
+    assert not drafter.blocks.sequences
     assert not drafter._sequences and not drafter._refused
 
 
