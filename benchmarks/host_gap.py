@@ -46,7 +46,7 @@ class BlankProgram:
         self.device = torch.device("cpu")
         self._logits = torch.eye(vocab_size).roll(1, 1)
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         return 0
 
     def bind(self, kv_cache: KVCache) -> None:

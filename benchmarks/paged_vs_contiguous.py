@@ -65,7 +65,7 @@ class NoModel:
         self.block_size: int | None = None
         self.device = torch.device("cpu")
 
-    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> int:
+    def reserve(self, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> int:
         return 0
 
     def bind(self, kv_cache: KVCache) -> None:

@@ -94,7 +94,7 @@ def draft_with(
         state: of the engine.
         drafters: asked in this order.
         runs_ahead: see ``Drafting``.
-        measures: run steps of a few sizes now, to know what they cost.
+        measures: run steps of a few sizes now, to know what they cost; not where sizes are planned.
         num_planned: drafts of each request for which the program has planned sizes of steps; 0: it has none.
     """
     batcher, program = state.batcher, state.runner.program
@@ -115,7 +115,7 @@ def draft_with(
             one_query=program.block_size is not None and any([spec.has_scales for spec in program.caches]),
         )
         drafting.runs_ahead = runs_ahead
-        if measures and program.device.type == "cpu":
+        if measures and not num_planned and program.device.type == "cpu":
             size, pools = state.runner.block_size, batcher.block_manager.token_pools
             room = min([pool.num_blocks * size for pool in pools], default=batcher.max_model_len)
             most = min(batcher.max_num_seqs * (1 + LENGTHS[-1]), batcher.max_num_batched_tokens)
