@@ -292,9 +292,9 @@ def _constants(original: TracedGraph, rewritten: TracedGraph, weights: Weights) 
         constants[name] = Rows([constants[source] for source in sources])
     for name, tensor in constants.items():
         if isinstance(tensor, StoredWeight):
-            all_of_it = parts[name].whole if name in parts else tensor
-            whole = next((weight for weight in changed.values() if _is_turned(all_of_it, weight.tensor)), None)
-            constants[name] = tensor if whole is None else replace(whole, tensor=tensor)
+            whole = parts[name].whole if name in parts else tensor
+            of = next((weight for weight in changed.values() if _is_turned(whole, weight.tensor)), None)
+            constants[name] = tensor if of is None else replace(of, tensor=tensor)
         elif isinstance(tensor, torch.Tensor):
             of = next((weight for weight in changed.values() if _is_part(tensor, weight.tensor)), None)
             constants[name] = tensor if of is None else Part(of, tensor)

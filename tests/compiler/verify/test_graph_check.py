@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch_pagoda.compiler import CompileOptions, UnsupportedModel, options
 from torch_pagoda.compiler.build import build_program
 from torch_pagoda.compiler.pipeline import run_pipeline
-from torch_pagoda.compiler.report import CompileReport
+from torch_pagoda.compiler.report import CompileReport, Verdict
 from torch_pagoda.compiler.tolerance import TOLERANCE
 from torch_pagoda.compiler.verify import float32_run, graph_check
 from torch_pagoda.compiler.verify.graph_check import check_graph, measure_rounding
@@ -23,6 +23,7 @@ from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.passes import PASSES, Pass, PassRecord
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
 from torch_pagoda.passes.graph.fx_nodes import callee
+from torch_pagoda.runtime.program import StateSpec
 
 from shared_graphs import capture
 from tiny_models import build_tiny_model
@@ -114,6 +115,23 @@ def test_a_slightly_wrong_graph_is_refused(graphs, mutate, only):
     verdict = check_graph(original, mutant)
     assert not verdict.ok
     assert "in float32 logits differ" in verdict.reason
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("tokens", 75), ("state", 150), ("indexer", 150)])
+def test_sequences_are_longer_than_two_chunks_where_chunks_or_choices_count(kind, longest, monkeypatch):
+    found = captured(ToyLM(sdpa)).traced
+    if kind == "state":
+        found.caches = [*found.caches, StateSpec("conv_state", (2, 4, 4), torch.float32)]
+    monkeypatch.setattr(graph_check, "chooses_keys", lambda graph: kind == "indexer")
+    ran = []
+
+    def compared(original, rewritten, weights, **given):
+        ran.append(weights.schedule.lengths)
+        return Verdict(True, 0.0, 1.0, 1, "")
+
+    monkeypatch.setattr(graph_check, "_compare", compared)
+    assert check_graph(found, found).ok
+    assert [max(lengths) for lengths in ran] == [longest, 12]
 
 
 def amplifying(factor):
