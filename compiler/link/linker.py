@@ -12,8 +12,8 @@ from ...passes.graph.notes import PackedWeight, fewest_bits
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.memory import give_back_freed_memory
 from ...runtime.ops.linear.packed_linear import pack_weight
-from ...runtime.ops.linear.quantized_weight import pack_stored, quantize_weight
-from ...runtime.ops.linear.stored_weight import StoredWeight
+from ...runtime.ops.linear.quantized_weight import PANEL, pack_matrices, packed_bytes
+from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from ...runtime.parallel.group import RankGroup, StageGroup
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec, is_cache_input
@@ -274,13 +274,14 @@ class LinkedProgram:
         for packed in sorted(self._packable, key=lambda packed: packed.quantization is not None):
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             will_read([self._args[i], *sources])
-            whole = self._args[i]  # None for rows that were not merged yet, as those of plain matrices need not be
-            if whole is None and (packed.quantization or not _are_matrices(sources)):
-                whole = merge_rows(sources, pages)
-            read = sources if whole is None else [whole, *sources]
-            self._args[i] = pack_weight(*sources) if whole is None else _packed(whole, packed)
+            whole = self._args[i]  # None for rows that were not merged yet
+            rows = sources if whole is None else [whole]
+            if whole is None and not _packed_apart(sources, packed):
+                rows = [merge_rows(sources, pages)]
+            read = rows if rows is sources else [*rows, *sources]
+            self._args[i] = _packed(rows, packed)
             if check and packed.quantization is not None:
-                _check(whole, self._args[i], packed)
+                _check(rows, self._args[i], packed)
             size += self._args[i].numel() * self._args[i].element_size()
             self._merged.pop(packed.name, None)
             if not release:
@@ -454,28 +455,37 @@ def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Te
     return tensor
 
 
-def _are_matrices(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all hold ``[out, in]`` numbers."""
-    return not any(isinstance(tensor, StoredWeight) or tensor.dim() != 2 for tensor in tensors)
+def _packed_apart(rows: Sequence[torch.Tensor], packed: PackedWeight) -> bool:
+    """Whether the rows of a weight can be packed without being merged."""
+    if rows[0].dim() != 2:
+        return False
+    return packed.quantization is None or not any(len(part) % PANEL for part in rows[:-1])
 
 
-def _packed(weight: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+def _packed(rows: Sequence[torch.Tensor], packed: PackedWeight) -> torch.Tensor:
+    """A weight of these rows as a kernel reads it."""
     scheme = packed.quantization
-    if weight.dim() == 3:  # experts
-        return torch.stack([_packed(weight, packed) for weight in matrices(weight, packed)])
-    if isinstance(weight, StoredWeight):
-        return pack_weight(weight.dense()) if scheme is None else pack_stored(weight)
-    return pack_weight(weight) if scheme is None else quantize_weight(weight.detach(), scheme)
+    if rows[0].dim() == 3:
+        experts = matrices(rows[0], packed)
+        if scheme is None:
+            return torch.stack([_packed([expert], packed) for expert in experts])
+        return pack_matrices(experts, scheme).view(len(experts), -1)
+    if scheme is None:
+        return pack_weight(*map(as_dense, rows))
+    return pack_matrices(rows, scheme)
 
 
-def _check(weight: torch.Tensor, packed: torch.Tensor, noted: PackedWeight) -> None:
-    assert noted.quantization is not None
-    if weight.dim() == 2:
-        check_rounded_weight(noted.name, weight, packed, noted.quantization)
+def _check(rows: Sequence[torch.Tensor], packed: torch.Tensor, noted: PackedWeight) -> None:
+    scheme = noted.quantization
+    assert scheme is not None
+    if rows[0].dim() == 3:
+        experts = matrices(rows[0], noted)
+        for expert in {0, len(experts) - 1}:
+            check_rounded_weight(f"{noted.name}[{expert}]", experts[expert], packed[expert], scheme)
         return
-    stack = matrices(weight, noted)
-    for expert in {0, len(stack) - 1}:
-        check_rounded_weight(f"{noted.name}[{expert}]", stack[expert], packed[expert], noted.quantization)
+    parts = packed.split([packed_bytes(*part.shape, scheme) for part in rows])
+    for part, laid in zip(rows, parts, strict=True):
+        check_rounded_weight(noted.name, part, laid, scheme)
 
 
 def matrices(weight: torch.Tensor, packed: PackedWeight) -> list[torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...memory import advise_huge_pages
 from ..native import FLOAT_CODES, kernel_function
 from .stored_weight import StoredWeight, run_stored_kernel
 from .weight_format import CODES, E2M1, InputScale, WeightFormat, unpacked_pairs, values_of
@@ -145,7 +146,29 @@ def check_input_scale(scale: float, offset: int) -> None:
         raise ValueError(f"input_offset={offset!r} is not supported; use one from -128 to 127")
 
 
-def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
+def pack_matrices(matrices: Sequence[torch.Tensor], scheme: Quantization) -> torch.Tensor:
+    """Lay out matrices for the kernel, one behind the other: stored ones as they are, others rounded.
+
+    Args:
+        matrices: ``[out, in]``, as :func:`pack_stored` or :func:`quantize_weight` takes them. If they are the rows of
+            one weight, and all but the last fill whole panels, they become that weight.
+        scheme: of all of them.
+
+    Returns:
+        1-d uint8.
+    """
+    sizes = [packed_bytes(*matrix.shape, scheme) for matrix in matrices]
+    packed = torch.empty(sum(sizes), dtype=torch.uint8)
+    advise_huge_pages(packed)
+    for matrix, into in zip(matrices, packed.split(sizes), strict=True):
+        if isinstance(matrix, StoredWeight):
+            pack_stored(matrix, into)
+        else:
+            quantize_weight(matrix.detach(), scheme, into)
+    return packed
+
+
+def quantize_weight(weight: torch.Tensor, scheme: Quantization, into: torch.Tensor | None = None) -> torch.Tensor:
     """Round a matrix and lay it out for the kernel.
 
     8 bits: symmetric, ``max|w| / 127`` of a group is its scale. 4 bits: numbers from -8 to 7; the scale is the one
@@ -154,6 +177,7 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     Args:
         weight: ``[out, in]``, fp32, bf16 or fp16, of any strides, on the CPU.
         scheme: how.
+        into: memory for the result.
 
     Returns:
         1-d uint8: about ``out · in · bits / 8`` bytes and 4 for each group of each output. Groups with a NaN or an
@@ -163,8 +187,9 @@ def quantize_weight(weight: torch.Tensor, scheme: Quantization) -> torch.Tensor:
     kernel = kernel_function("pagoda_quantize_weight")
     code = FLOAT_CODES.get(weight.dtype)
     if kernel is None or code is None or not weight.numel() or scheme.heads > 1:
-        return pack_weight(*round_weight(weight, scheme), scheme)
-    packed = torch.empty(packed_bytes(outputs, inputs, scheme), dtype=torch.uint8)
+        laid = pack_weight(*round_weight(weight, scheme), scheme)
+        return laid if into is None else into.copy_(laid)
+    packed = torch.empty(packed_bytes(outputs, inputs, scheme), dtype=torch.uint8) if into is None else into
     kernel(
         _ARGUMENTS.pack(
             weight.data_ptr(),
@@ -209,19 +234,22 @@ def scheme_of(form: WeightFormat, input_bits: int | None = 16, input_scale: Inpu
     return Quantization(form.bits, form.group_size, 8 if as_made else 16, form.zeros, form.code, given, whole_rows)
 
 
-def pack_stored(weight: StoredWeight) -> torch.Tensor:
+def pack_stored(weight: StoredWeight, into: torch.Tensor | None = None) -> torch.Tensor:
     """Lay a stored weight out for the kernel; its codes, scales and zeros stay what they are.
 
     Groups with a NaN, which only codes of e4m3 can be, get NaN for a scale.
 
     Args:
         weight: ``[out, in]``, of a format that is not ``unpackable``.
+        into: memory for the result.
     """
     kernel = kernel_function("pagoda_pack_stored") if weight.codes.numel() else None
     if kernel is None:
-        return pack_stored_reference(weight)
+        laid = pack_stored_reference(weight)
+        return laid if into is None else into.copy_(laid)
     scheme, (outputs, stored) = scheme_of(weight.form), weight.codes.shape
-    packed = torch.empty(packed_bytes(outputs, stored * weight.form.per_byte, scheme), dtype=torch.uint8)
+    size = packed_bytes(outputs, stored * weight.form.per_byte, scheme)
+    packed = torch.empty(size, dtype=torch.uint8) if into is None else into
     parts = weight.codes, weight.scales, weight.zeros
     run_stored_kernel(kernel, packed, weight.form, *parts, packed_bits=scheme.bits)
     return packed

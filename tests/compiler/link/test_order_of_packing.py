@@ -33,8 +33,8 @@ def test_the_head_of_a_quantized_checkpoint_is_packed_first(tmp_path: Path, monk
 
         return call
 
-    for name in ("pack_weight", "pack_stored"):
+    for name in ("pack_weight", "pack_matrices"):
         monkeypatch.setattr(linker, name, noted(name, getattr(linker, name)))
     program = build_program(model, CompileOptions(codegen="none", pack_weights=True), owns_weights=True)
     assert program.report.verdict is not None and program.report.verdict.ok
-    assert order == ["pack_weight", *["pack_stored"] * 4]
+    assert order == ["pack_weight", *["pack_matrices"] * 4]

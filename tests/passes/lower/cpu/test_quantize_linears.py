@@ -127,10 +127,10 @@ WRONG = {
     ("quantization", "what"), [*(("int8", what) for what in WRONG), *(("int4", what) for what in list(WRONG)[:3])]
 )
 def test_a_wrongly_rounded_weight_does_not_pass_the_check(quantization, what, monkeypatch):
-    from torch_pagoda.compiler.link import linker
+    from torch_pagoda.runtime.ops.linear import quantized_weight
 
-    right, spoil = linker.quantize_weight, WRONG[what]
-    monkeypatch.setattr(linker, "quantize_weight", lambda weight, scheme: right(spoil(weight), scheme))
+    right, spoil = quantized_weight.quantize_weight, WRONG[what]
+    monkeypatch.setattr(quantized_weight, "quantize_weight", lambda weight, *more: right(spoil(weight), *more))
     with pytest.raises(ValueError, match=r"entries of the weight '.*' are wrong after quantization to"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization=quantization))
 
@@ -146,9 +146,10 @@ def test_a_wrong_product_does_not_pass_the_check(monkeypatch):
 
 def test_logits_of_something_else_do_not_pass_the_check(monkeypatch):
     from torch_pagoda.compiler.link import linker
+    from torch_pagoda.runtime.ops.linear import quantized_weight
 
-    right = linker.quantize_weight
-    monkeypatch.setattr(linker, "quantize_weight", lambda weight, scheme: right(weight.flip(0), scheme))
+    right = quantized_weight.quantize_weight
+    monkeypatch.setattr(quantized_weight, "quantize_weight", lambda weight, *more: right(weight.flip(0), *more))
     monkeypatch.setattr(linker, "check_rounded_weight", lambda *arguments: None)
     with pytest.raises(ValueError, match=r"with rounded weights logits differ.*omit quantization"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))

@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from torch_pagoda.runtime.ops.linear import stored_weight as module
 from torch_pagoda.runtime.ops.linear.quantized_linear import quantized_linear_cpu
-from torch_pagoda.runtime.ops.linear.quantized_weight import pack_stored, pack_stored_reference, unpackable
+from torch_pagoda.runtime.ops.linear.quantized_weight import (
+    Quantization,
+    pack_matrices,
+    pack_stored,
+    pack_stored_reference,
+    quantize_weight,
+    scheme_of,
+    unpackable,
+)
 from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from torch_pagoda.runtime.ops.linear.weight_format import WeightFormat
 
@@ -110,6 +118,21 @@ def test_the_kernel_packs_as_torch_does(text: str, shape: tuple[int, int]) -> No
     weight = stored_weight(text, *shape)
     for given in (weight, weight.each(lambda part: part[::2])):
         assert torch.equal(pack_stored(given), pack_stored_reference(given))
+
+
+@pytest.mark.parametrize("text", [text for text in ALL_FORMATS if not unpackable(WeightFormat.parse(text))])
+def test_rows_are_packed_as_the_matrix_that_they_make_up(text: str) -> None:
+    weight = stored_weight(text, 200, 256)
+    rows = [weight[first:last] for first, last in ((0, 64), (64, 192), (192, 200))]
+    assert all(isinstance(part, StoredWeight) for part in rows)
+    assert torch.equal(pack_matrices(rows, scheme_of(weight.form)), pack_stored(weight))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_are_rounded_as_the_matrix_that_they_make_up(bits: int) -> None:
+    scheme = Quantization(bits, 128, 16)
+    weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(pack_matrices(weight.split((64, 128, 8)), scheme), quantize_weight(weight, scheme))
 
 
 def test_groups_with_a_nan_are_packed_as_torch_does() -> None:
