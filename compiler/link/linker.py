@@ -11,9 +11,7 @@ from ...passes import TracedGraph
 from ...passes.graph.notes import PackedWeight, fewest_bits
 from ...runtime.cache.cache_specs import has_state
 from ...runtime.memory import give_back_freed_memory
-from ...runtime.ops.linear.packed_linear import pack_weight
-from ...runtime.ops.linear.quantized_weight import PANEL, pack_matrices, packed_bytes
-from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
+from ...runtime.ops.linear.stored_weight import StoredWeight
 from ...runtime.parallel.group import RankGroup, StageGroup
 from ...runtime.phases import phase, timed
 from ...runtime.program import CachePart, CacheSpec, KVCache, StateSpec, is_cache_input
@@ -28,7 +26,7 @@ from ..tolerance import Tolerance
 from ..weights.file_pages import FilePages, will_read
 from ..weights.merged_weights import merge_inputs, merge_rows
 from .linkage import Linkage
-from .rounded_weights import check_rounded_weight
+from .packed_rows import check_rows, pack_rows, packed_apart
 from .stages import stage_of
 
 
@@ -276,12 +274,12 @@ class LinkedProgram:
             will_read([self._args[i], *sources])
             whole = self._args[i]  # None for rows that were not merged yet
             rows = sources if whole is None else [whole]
-            if whole is None and not _packed_apart(sources, packed):
+            if whole is None and not packed_apart(sources, packed):
                 rows = [merge_rows(sources, pages)]
             read = rows if rows is sources else [*rows, *sources]
-            self._args[i] = _packed(rows, packed)
+            self._args[i] = pack_rows(rows, packed)
             if check and packed.quantization is not None:
-                _check(rows, self._args[i], packed)
+                check_rows(rows, self._args[i], packed)
             size += self._args[i].numel() * self._args[i].element_size()
             self._merged.pop(packed.name, None)
             if not release:
@@ -453,43 +451,3 @@ def _state_tensor(index: int, part: CachePart, tensor: torch.Tensor) -> torch.Te
             f"give [num_slots, {inner}] {part.dtype}"
         )
     return tensor
-
-
-def _packed_apart(rows: Sequence[torch.Tensor], packed: PackedWeight) -> bool:
-    """Whether the rows of a weight can be packed without being merged."""
-    if rows[0].dim() != 2:
-        return False
-    return packed.quantization is None or not any(len(part) % PANEL for part in rows[:-1])
-
-
-def _packed(rows: Sequence[torch.Tensor], packed: PackedWeight) -> torch.Tensor:
-    """A weight of these rows as a kernel reads it."""
-    scheme = packed.quantization
-    if rows[0].dim() == 3:
-        experts = matrices(rows[0], packed)
-        if scheme is None:
-            return torch.stack([_packed([expert], packed) for expert in experts])
-        return pack_matrices(experts, scheme).view(len(experts), -1)
-    if scheme is None:
-        return pack_weight(*map(as_dense, rows))
-    return pack_matrices(rows, scheme)
-
-
-def _check(rows: Sequence[torch.Tensor], packed: torch.Tensor, noted: PackedWeight) -> None:
-    scheme = noted.quantization
-    assert scheme is not None
-    if rows[0].dim() == 3:
-        experts = matrices(rows[0], noted)
-        for expert in {0, len(experts) - 1}:
-            check_rounded_weight(f"{noted.name}[{expert}]", experts[expert], packed[expert], scheme)
-        return
-    parts = packed.split([packed_bytes(*part.shape, scheme) for part in rows])
-    for part, laid in zip(rows, parts, strict=True):
-        check_rounded_weight(noted.name, part, laid, scheme)
-
-
-def matrices(weight: torch.Tensor, packed: PackedWeight) -> list[torch.Tensor]:
-    """Of experts, each one's ``[out, in]``."""
-    stack = weight.detach().unbind(0)
-    turned = weight.transposed if isinstance(weight, StoredWeight) else packed.transposed
-    return [matrix.transpose(0, 1) if turned else matrix for matrix in stack]

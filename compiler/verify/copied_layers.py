@@ -22,7 +22,8 @@ from ...runtime.ops.linear.quantized_linear import quantized_linear_cpu
 from ...runtime.ops.linear.stored_weight import StoredWeight, as_dense
 from ...runtime.phases import phase
 from ..capture.layer_repeat import CannotRepeat, LayerRepeat
-from ..link.linker import LinkedProgram, matrices
+from ..link.linker import LinkedProgram
+from ..link.packed_rows import matrices
 from ..weights.tensor_contents import module_tensors
 
 _INPUTS = 4

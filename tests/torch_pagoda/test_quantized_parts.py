@@ -177,7 +177,7 @@ def test_a_rank_holds_its_part_while_it_loads(name: str, tmp_path: Path, monkeyp
         return most - before, held_bytes(program._args)
 
     monkeypatch.setattr(QuantizedFiles, "_weights", counting(QuantizedFiles._weights))
-    monkeypatch.setattr(linker, "_packed", counting(linker._packed))
+    monkeypatch.setattr(linker, "pack_rows", counting(linker.pack_rows))
     gc.collect()
     gc.freeze()  # objects that are there already are not looked at
     try:

@@ -12,7 +12,7 @@ from quantized_checkpoints import quantize_folder
 
 from torch_pagoda.checkpoint.loading import load_model
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.link import linker
+from torch_pagoda.compiler.link import packed_rows
 from torch_pagoda.compiler.options import CompileOptions
 from torch_pagoda.runtime.ops.linear.packed_linear import can_pack
 
@@ -34,7 +34,7 @@ def test_the_head_of_a_quantized_checkpoint_is_packed_first(tmp_path: Path, monk
         return call
 
     for name in ("pack_weight", "pack_matrices"):
-        monkeypatch.setattr(linker, name, noted(name, getattr(linker, name)))
+        monkeypatch.setattr(packed_rows, name, noted(name, getattr(packed_rows, name)))
     program = build_program(model, CompileOptions(codegen="none", pack_weights=True), owns_weights=True)
     assert program.report.verdict is not None and program.report.verdict.ok
     assert order == ["pack_weight", *["pack_matrices"] * 4]

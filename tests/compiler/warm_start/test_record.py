@@ -21,7 +21,7 @@ from transformers.models.auto import auto_mappings, modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from torch_pagoda.compiler import CheckpointFiles, CompileOptions, compile_program, program_of_checkpoint
-from torch_pagoda.compiler.link import linker
+from torch_pagoda.compiler.link import linker, packed_rows
 from torch_pagoda.compiler.live_module.describer import CannotIdentify
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.compiler.warm_start import record
@@ -112,9 +112,9 @@ def test_rows_of_merged_matrices_are_packed_where_they_lie(tmp_path, monkeypatch
     monkeypatch.setattr(record, "loaded_of_models", lambda names, loaded: None)
     folder = saved(tmp_path / "checkpoint")
     compiled(folder, dtype=torch.bfloat16)
-    packed, pack = [], linker.pack_weight
+    packed, pack = [], packed_rows.pack_weight
     monkeypatch.setattr(linker, "merge_rows", lambda *_: pytest.fail("rows were copied"))
-    monkeypatch.setattr(linker, "pack_weight", lambda *weights: packed.append(len(weights)) or pack(*weights))
+    monkeypatch.setattr(packed_rows, "pack_weight", lambda *weights: packed.append(len(weights)) or pack(*weights))
     program, _ = program_of_checkpoint(files(folder, torch.bfloat16), OPTIONS)
     assert program.report.stored and sorted(packed) == [1, 1, 1, 2, 3], "q, k and v; gate and up"
 

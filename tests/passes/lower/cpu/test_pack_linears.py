@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from torch_pagoda.compiler import CompileOptions
 from torch_pagoda.compiler.build import build_program
-from torch_pagoda.compiler.link import linker
+from torch_pagoda.compiler.link import linker, packed_rows
 from torch_pagoda.compiler.link.linker import LinkedProgram, link
 from torch_pagoda.compiler.verify.self_check import check, reference_of_model
 from torch_pagoda.compiler.weights import merged_weights
@@ -129,14 +129,14 @@ def test_rows_of_owned_weights_are_packed_where_they_lie(monkeypatch):
     monkeypatch.setattr(linker, "merge_rows", lambda *_: pytest.fail("rows were copied"))
     program = build_program(bf16_model(), PACKED, owns_weights=True)
     assert program.report.verdict is not None and program.report.verdict.ok
-    monkeypatch.setattr(linker, "pack_weight", lambda *weights: pack_weight(*weights[::-1]))
+    monkeypatch.setattr(packed_rows, "pack_weight", lambda *weights: pack_weight(*weights[::-1]))
     with pytest.raises(ValueError, match="with packed weights logits differ"):
         build_program(bf16_model(), PACKED, owns_weights=True)
 
 
 @needs_bf16
 def test_a_wrongly_packed_weight_does_not_pass_the_check(monkeypatch):
-    monkeypatch.setattr(linker, "pack_weight", lambda weight: pack_weight(weight.flip(0)))
+    monkeypatch.setattr(packed_rows, "pack_weight", lambda weight: pack_weight(weight.flip(0)))
     with pytest.raises(ValueError, match="with packed weights logits differ"):
         build_program(bf16_model(), PACKED)
 

@@ -145,12 +145,12 @@ def test_a_wrong_product_does_not_pass_the_check(monkeypatch):
 
 
 def test_logits_of_something_else_do_not_pass_the_check(monkeypatch):
-    from torch_pagoda.compiler.link import linker
+    from torch_pagoda.compiler.link import packed_rows
     from torch_pagoda.runtime.ops.linear import quantized_weight
 
     right = quantized_weight.quantize_weight
     monkeypatch.setattr(quantized_weight, "quantize_weight", lambda weight, *more: right(weight.flip(0), *more))
-    monkeypatch.setattr(linker, "check_rounded_weight", lambda *arguments: None)
+    monkeypatch.setattr(packed_rows, "check_rounded_weight", lambda *arguments: None)
     with pytest.raises(ValueError, match=r"with rounded weights logits differ.*omit quantization"):
         build_program(ToyLM(sdpa), CompileOptions(codegen="none", quantization="int8"))
 
