@@ -49,6 +49,14 @@ def check_source(source: str | os.PathLike[str], argument: str = "model") -> str
     return name
 
 
+def lacks_weights(source: str | os.PathLike[str]) -> bool:
+    """Return True for a folder with a config.json and no weights."""
+    folder = Path(source).expanduser()
+    return (folder / "config.json").is_file() and not any(
+        file for pattern in ("*.safetensors", "*.bin", "*.index.json") for file in folder.glob(pattern)
+    )
+
+
 def _without_config(folder: Path) -> str:
     """Return the description of a folder without a config.json, with the remedy."""
     if (folder / ADAPTER_CONFIG).is_file():

@@ -119,7 +119,7 @@ def plan(
         total = available_memory() // options.world_size if memory is None else parse_memory(memory, "memory")
         kind, config, name = _kind_and_config(model)
         wanted = resolve_dtype(dtype)
-        formats = _formats(name, config, wanted, options.target)
+        formats = _formats(kind, name, config, wanted, options.target)
         needs = requirements(kind, without_quantization(config), wanted, options)
         served = needs.weight_bytes + (0 if formats is None else served_change(formats) // ranks)
         smaller, needs = served / needs.weight_bytes, replace(needs, weight_bytes=served)
@@ -197,12 +197,21 @@ def _kind_and_config(model: str) -> tuple[Any, Any, str]:
     return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, name
 
 
-def _formats(name: str, config: Any, dtype: torch.dtype | None, target: str) -> list[FormatBytes] | None:
-    """The formats of a quantized checkpoint; None for an unquantized one."""
+def _formats(kind: Any, name: str, config: Any, dtype: torch.dtype | None, target: str) -> list[FormatBytes] | None:
+    """The formats of a quantized checkpoint, where it has no weights as its config states them; None for an
+    unquantized one."""
     import torch
 
-    from ..checkpoint.format_bytes import formats_of_files
+    from ..checkpoint.format_bytes import formats_of, formats_of_files
+    from ..checkpoint.quantized import quantization_method
+    from ..checkpoint.source import lacks_weights
+    from ..reports.stated_formats import stated_model
 
+    method = quantization_method(config, name) if lacks_weights(name) else None
+    if method is not None:
+        model = stated_model(kind, config, method, name, dtype)
+        tied = getattr(config.get_text_config(), "tie_word_embeddings", False)
+        return formats_of(model.named_parameters(), model.dtype, tied=tied, target=target)
     stated = getattr(config.get_text_config(), "dtype", None)
     return formats_of_files(name, config, dtype or stated or torch.bfloat16, target=target)
 

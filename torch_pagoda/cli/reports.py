@@ -98,8 +98,8 @@ def inspect(
         from ..reports import explain
 
         with show_phases(model):
-            module = _load_or_build(model, load, choices["target"])
-            formats = _formats(module, choices["target"])
+            module, weights = _load_or_build(model, load, choices["target"])
+            formats = _formats(weights, choices["target"])
             drafts = _drafts(own.speculative_config, model, load, choices)
             explanation = explain(
                 module,
@@ -170,37 +170,49 @@ def _log(verbose: bool) -> None:
     logging.basicConfig(level=logging.INFO if verbose else logging.ERROR, format="%(name)s: %(message)s")
 
 
-def _load_or_build(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel | Skeleton:
-    """The model, or a few layers of it if the folder has no weights."""
-    if not _lacks_weights(Path(model).expanduser()):
-        return _load(model, load, target)
+def _load_or_build(
+    model: str, load: Mapping[str, Any], target: str
+) -> tuple[PreTrainedModel | Skeleton, PreTrainedModel | None]:
+    """The model, or a few layers of it if the folder has no weights; and what has its quantized weights, None for a
+    float checkpoint."""
+    from ..checkpoint.source import lacks_weights
+    from ..compiler.capture.stored_parameters import has_stored_parameters
+
+    if not lacks_weights(model):
+        loaded = _load(model, load, target)
+        return loaded, loaded if has_stored_parameters(loaded) else None
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from ..checkpoint.configs import load_config
     from ..checkpoint.loading import resolve_dtype
-    from ..checkpoint.quantized import check_float
+    from ..checkpoint.quantized import quantization_method
     from ..compiler.costs.skeleton import build_skeleton
+    from ..reports.stated_formats import stated_model
+    from ..reports.stored_formats import stored_skeleton
 
     name, config = load_config(model, trust_remote_code=False)
-    check_float(config, name, "a model without weights")
-    return build_skeleton(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, resolve_dtype(load["dtype"]))
+    kind, dtype = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], resolve_dtype(load["dtype"])
+    method = quantization_method(config, name)
+    if method is None:
+        return build_skeleton(kind, config, dtype), None
+    whole = stated_model(kind, config, method, name, dtype)
+    return stored_skeleton(whole), whole
 
 
-def _formats(module: PreTrainedModel | Skeleton, target: str) -> list[FormatBytes]:
+def _formats(model: PreTrainedModel | None, target: str) -> list[FormatBytes]:
     """The formats of a quantized checkpoint; empty for an unquantized one."""
     from ..checkpoint.format_bytes import formats_of, formats_of_gguf
     from ..checkpoint.gguf.checkpoint import open_gguf
     from ..checkpoint.gguf.container import is_gguf
-    from ..compiler.capture.stored_parameters import has_stored_parameters, latent_attention_weights
-    from ..compiler.costs.skeleton import Skeleton
+    from ..compiler.capture.stored_parameters import latent_attention_weights
 
-    if isinstance(module, Skeleton) or not has_stored_parameters(module):
+    if model is None:
         return []
-    name = module.name_or_path
+    name = model.name_or_path
     if name and is_gguf(name):
-        return formats_of_gguf(open_gguf(name), module.dtype, target=target)
-    unpacked = [name for name, _ in latent_attention_weights(module)] if target == "npu" else []
-    return formats_of(module.named_parameters(), module.dtype, target=target, unpacked=unpacked)
+        return formats_of_gguf(open_gguf(name), model.dtype, target=target)
+    unpacked = [name for name, _ in latent_attention_weights(model)] if target == "npu" else []
+    return formats_of(model.named_parameters(), model.dtype, target=target, unpacked=unpacked)
 
 
 def _drafts(
@@ -214,13 +226,6 @@ def _drafts(
 
     options = CompileOptions.from_dict(dict(choices)).for_device(resolve_device("auto").type)
     return draft_needs(given, model, resolve_dtype(load["dtype"]), options)
-
-
-def _lacks_weights(folder: Path) -> bool:
-    """True if ``folder`` has a configuration and no weights."""
-    return (folder / "config.json").is_file() and not any(
-        file for pattern in ("*.safetensors", "*.bin", "*.index.json") for file in folder.glob(pattern)
-    )
 
 
 def _load(model: str, load: Mapping[str, Any], target: str) -> PreTrainedModel:

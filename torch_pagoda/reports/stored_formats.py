@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..compiler.capture.layer_kinds import find_decoder_layers
+from ..compiler.costs.skeleton import Skeleton, build_skeleton
 from ..runtime.ops.linear.stored_weight import StoredWeight
 from ..runtime.ops.linear.weight_format import SCALE_DTYPES, InputScale, WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Formats = Mapping[str, "list[Any]"]
 """Name of a parameter → its format, whether it is transposed, scale and offset of its inputs or None, and index of
@@ -73,18 +77,29 @@ def store_as(model: nn.Module, formats: Formats) -> None:
             module._parameters[leaf] = nn.Parameter(stored, requires_grad=False)
 
 
+def stored_skeleton(model: PreTrainedModel) -> Skeleton:
+    """A few layers of a model with stored weights, in the same formats, without values."""
+    formats = stored_formats(model)
+    skeleton = build_skeleton(type(model), model.config, model.dtype, marks_of_layers(model, formats))
+    store_as(skeleton.model, formats)
+    return skeleton
+
+
 def _without_values(
     parameter: torch.Tensor, form: WeightFormat, transposed: bool, given: list[Any] | None, order: int
 ) -> StoredWeight:
     """A weight with the shape and dtype of a parameter; its memory is never written, so it costs nothing."""
     *lead, outputs, inputs = (parameter.mT if transposed else parameter).shape
     groups = form.num_groups(inputs)
-    zeros = None if form.zero_dtype is None else torch.empty(*lead, outputs, groups, dtype=form.zero_dtype)
+
+    def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(*lead, outputs, count, dtype=dtype, device=parameter.device)
+
     return StoredWeight(
         form,
-        torch.empty(*lead, outputs, inputs // form.per_byte, dtype=torch.uint8),
-        torch.empty(*lead, outputs, groups, dtype=SCALE_DTYPES[form.scale]),
-        zeros,
+        empty(inputs // form.per_byte, torch.uint8),
+        empty(groups, SCALE_DTYPES[form.scale]),
+        None if form.zero_dtype is None else empty(groups, form.zero_dtype),
         None if order < 0 else torch.arange(inputs, dtype=torch.int32).roll(order),
         dtype=parameter.dtype,
         transposed=transposed,

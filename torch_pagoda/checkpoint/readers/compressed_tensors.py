@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...runtime.ops.linear.weight_format import InputScale, WeightFormat
+from .module_settings import pattern_of
 from .parts import BadTensor, Quantized, group_of, is_expert, pack_pairs, powers_of_two, scale_name, unpack
 
 _OF_WEIGHTS = frozenset(
@@ -125,7 +126,7 @@ def _bytes(module: Quantized) -> torch.Tensor:
     size = group_of(module, inputs, scales.shape[1])
     _check_stated(module, 8, inputs, size, "weight")
     given = _static_inputs(module, size)
-    input_bits = 8 if given or _rounds_rows(module.settings) else 0
+    input_bits = 8 if given or rounds_rows(module.settings) else 0
     form = WeightFormat(
         "int", 8, size, scale_name(scales.dtype), zeros is not None, False, input_bits, given is not None
     )
@@ -140,7 +141,7 @@ def _static_inputs(module: Quantized, size: int) -> InputScale | None:
         BadTensor: a tensor is missing, has a wrong shape, or the config does not explain it.
     """
     stated = _inputs(module.settings)
-    entries = [entry for entry in stated if _is_static(entry)]
+    entries = [entry for entry in stated if is_static(entry)]
     if "input_scale" not in module.tensors:
         if "input_zero_point" in module.tensors:
             raise module.bad("input_zero_point", "input_scale is missing; download the checkpoint again")
@@ -257,7 +258,32 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in stated if isinstance(entry, Mapping)]
 
 
-def _rounds_rows(settings: Mapping[str, Any]) -> bool:
+def group_of_module(settings: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
+    """Return the group of the config whose targets include a linear layer; None if there is none, or the layer is
+    ignored.
+
+    Args:
+        settings: the config's settings.
+        name: name of the layer's module.
+    """
+    if any(_is_named(entry, name) for entry in settings.get("ignore") or ()):
+        return None
+    groups = settings.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        if isinstance(group, Mapping) and any(
+            entry == "Linear" or _is_named(entry, name) for entry in group.get("targets") or ()
+        ):
+            return group
+    return None
+
+
+def _is_named(entry: Any, name: str) -> bool:
+    """Return True if a config's entry is the name of a module, or a pattern (``re:``) that it begins with."""
+    text = str(entry)
+    return bool(pattern_of("ignore", text[3:]).match(name)) if text.startswith("re:") else text == name
+
+
+def rounds_rows(settings: Mapping[str, Any]) -> bool:
     """Return True if all groups of the config request inputs of 8 bits with a dynamic scale for each row."""
     inputs = _inputs(settings)
     return bool(inputs) and all(
@@ -269,7 +295,7 @@ def _rounds_rows(settings: Mapping[str, Any]) -> bool:
     )
 
 
-def _is_static(entry: Any) -> bool:
+def is_static(entry: Any) -> bool:
     """Return True if 8-bit inputs share one static scale."""
     stated = isinstance(entry, Mapping) and (entry.get("num_bits"), entry.get("type"), entry.get("strategy"))
     return stated == (8, "int", "tensor") and not entry.get("dynamic")
