@@ -73,8 +73,9 @@ class RankShares:
 
     Attributes:
         ranks: number of them.
-        weight_bytes: of the whole model.
+        weight_bytes: of the whole model; of quantized weights as the checkpoint stores them.
         rank_weight_bytes: of each rank, weights that are held whole among them.
+        are_stored: some of the weights are quantized.
         whole: weights that every rank holds whole, the largest first.
         exchanges: collectives of a step, by kind.
         experts: routed experts of the model's layers, by number: those that each rank holds, and of how many ranks
@@ -89,6 +90,7 @@ class RankShares:
     ranks: int
     weight_bytes: int
     rank_weight_bytes: int
+    are_stored: bool
     whole: tuple[WholeWeight, ...]
     exchanges: tuple[Exchange, ...]
     experts: dict[int, tuple[int, int]]
@@ -130,6 +132,7 @@ def rank_shares(
         ranks=sharded.ranks,
         weight_bytes=sum(weight.size * weight.count for weight in weights.values()),
         rank_weight_bytes=sum(weight.size * weight.count for weight in held.values()),
+        are_stored=any(isinstance(tensor, StoredWeight) for tensor in sharded.constants.values()),
         whole=_whole([weight for name, weight in held.items() if name not in sharded.notes.parts], records),
         exchanges=_exchanges(sharded, representatives),
         experts=_experts(unsharded, sharded),

@@ -52,7 +52,7 @@ def check_rows(rows: Sequence[torch.Tensor], packed: torch.Tensor, noted: Packed
         for expert in {0, len(experts) - 1}:
             check_rounded_weight(f"{noted.name}[{expert}]", experts[expert], packed[expert], scheme)
         return
-    parts = packed.split([packed_bytes(*part.shape, scheme) for part in rows])
+    parts = packed.split([packed_bytes(len(part), part.shape[1], scheme) for part in rows])
     for part, laid in zip(rows, parts, strict=True):
         check_rounded_weight(noted.name, part, laid, scheme)
 

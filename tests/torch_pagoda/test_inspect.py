@@ -7,10 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from quantized_checkpoints import quantize_folder
 
 from torch_pagoda.compiler import options
 from torch_pagoda.passes import PASSES, Pass, PassRecord, TracedGraph
 from torch_pagoda.passes.graph.attention_node import paged_attention_nodes
+
+from tiny_models import build_tiny_model
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -53,6 +57,22 @@ def test_inspect_writes_json_to_stdout(run: Run, checkpoint: Path, only_dynamo_p
     assert status == 0
     assert json.loads(out)["drafts"]["kind"] == "head" and json.loads(out)["drafts"]["token_bytes"] > 0
     assert "gather_logits" not in [entry["name"] for entry in json.loads(out)["passes"]]
+
+
+def test_a_quantized_model_needs_no_weights(run: Run, tmp_path: Path) -> None:
+    build_tiny_model("llama", dtype=torch.bfloat16, num_hidden_layers=5).save_pretrained(tmp_path)
+    quantize_folder(tmp_path, "gptq-4-g32")
+    shown = []
+    for _ in range(2):
+        status, out, err = run("inspect", tmp_path, "-tp", "2", "--verify", "off", "--json", "-")
+        assert status == 0, err
+        found = json.loads(out)
+        assert found["ranks"]["are_stored"]
+        shown.append((found["ranks"]["weight_bytes"], found["ranks"]["rank_weight_bytes"], found["formats"]))
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+    loaded, built = shown
+    assert "int4/g32" in str(loaded[2]) and built == loaded
 
 
 def test_bisect_finds_nothing_wrong(run: Run, checkpoint: Path, only_dynamo_passes: Callable[..., None]) -> None:

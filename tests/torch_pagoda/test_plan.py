@@ -68,6 +68,22 @@ def test_the_memory_of_each_rank(run: Run, config_only: Path) -> None:
     assert "on each of 2 ranks" in out
 
 
+def test_weights_of_a_quantized_configuration(run: Run, config_only: Path, tmp_path: Path) -> None:
+    config = json.loads((config_only / "config.json").read_text())
+    method = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    plans = []
+    for folder in (config_only, tmp_path):
+        status, out, err = run("plan", folder, "--memory", "8MiB", "--json", *LIMITS)
+        assert status == 0, err
+        plans.append(json.loads(out))
+    floats, codes = plans
+    quantized = [one for one in codes["formats"] if one["form"] == "int4/g32/f16+z"]
+    assert floats["formats"] is None and sum(one["weights"] for one in quantized) == 7 * config["num_hidden_layers"]
+    saved = sum(one["float_bytes"] - one["served_bytes"] for one in quantized)
+    assert saved > 0 and floats["weight_bytes"] - codes["weight_bytes"] == saved
+
+
 def test_tables_for_a_configuration_without_weights(run: Run, config_only: Path) -> None:
     assert [file.name for file in config_only.iterdir()] == ["config.json"]
     status, out, err = run("plan", config_only, "--memory", "8MiB", "--mean-length", "40", *LIMITS)

@@ -44,7 +44,7 @@ def _parts(shares: RankShares) -> Section:
     over = shares.even_share
     rows: list[tuple[str | Styled, ...]] = [
         (
-            "weights",
+            "weights, as stored" if shares.are_stored else "weights",
             size(shares.weight_bytes),
             size(shares.rank_weight_bytes),
             Styled(f"{over:.3f} × 1/{shares.ranks}", "good" if over <= MOST_OVER else "warn"),

@@ -157,7 +157,7 @@ def pack_matrices(matrices: Sequence[torch.Tensor], scheme: Quantization) -> tor
     Returns:
         1-d uint8.
     """
-    sizes = [packed_bytes(*matrix.shape, scheme) for matrix in matrices]
+    sizes = [packed_bytes(len(matrix), matrix.shape[1], scheme) for matrix in matrices]
     packed = torch.empty(sum(sizes), dtype=torch.uint8)
     advise_huge_pages(packed)
     for matrix, into in zip(matrices, packed.split(sizes), strict=True):
