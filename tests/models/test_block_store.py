@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from stored_blocks import patience
 
 from torch_pagoda import LLM, SamplingParams
-from torch_pagoda.runtime.block_store import traffic as traffic_module
-from torch_pagoda.runtime.engine import core
 
 from hf_reference import forced, greedy_without_cache
 from tiny_models import build_tiny_model
@@ -32,11 +32,10 @@ LENGTHS = (101, 83)
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient() -> Iterator[None]:
     """However loaded the machine is."""
-    monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
-    monkeypatch.setattr(traffic_module, "_DRAIN_SECONDS", 60.0)
-    monkeypatch.setattr(core, "_STORE_SECONDS", 60.0)
+    with patience():
+        yield
 
 
 def served(path: Path, prompts: list[list[int]], **options: Any) -> tuple[list[list[int]], list[int]]:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+from torch_pagoda.runtime.block_store import traffic as traffic_module
 from torch_pagoda.runtime.block_store.store import BlockStore
+from torch_pagoda.runtime.engine import core
 from torch_pagoda.runtime.engine.engine import Engine
 from torch_pagoda.runtime.requests.outputs import RequestOutput
 from torch_pagoda.runtime.requests.sampling_params import SamplingParams
 
 FINGERPRINT = b"0123456789abcdef"
+
+
+@contextmanager
+def patience() -> Iterator[None]:
+    """Wait for stores however loaded the machine is."""
+    longer = {"_STALLED_SECONDS": 60.0, "_DRAIN_SECONDS": 60.0}
+    with mock.patch.multiple(traffic_module, **longer), mock.patch.object(core, "_STORE_SECONDS", 60.0):
+        yield
 
 
 def store_engine(program: Any, folder: Path, **options: Any) -> Engine:

@@ -14,12 +14,12 @@ from unittest import mock
 
 import pytest
 import torch
-from stored_blocks import FailingStore, answers, cached, generate, store_engine, traffic
+from stored_blocks import FailingStore, answers, cached, generate, patience, store_engine, traffic
 from toy_state_program import ToyStateProgram
 
 from torch_pagoda.runtime.block_store import traffic as traffic_module
 from torch_pagoda.runtime.block_store.entries import Seal, entry_key
-from torch_pagoda.runtime.engine import cache_setup, core
+from torch_pagoda.runtime.engine import cache_setup
 
 from batcher_steps import make_batcher, make_request
 from toy_program import ToyProgram
@@ -36,14 +36,12 @@ PROGRAMS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def patient() -> Iterator[None]:
     """However loaded the machine is; and threads for tiny products only wait for each other."""
-    monkeypatch.setattr(traffic_module, "_STALLED_SECONDS", 60.0)
-    monkeypatch.setattr(traffic_module, "_DRAIN_SECONDS", 60.0)
-    monkeypatch.setattr(core, "_STORE_SECONDS", 60.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
+    with patience():
+        yield
     torch.set_num_threads(threads)
 
 
