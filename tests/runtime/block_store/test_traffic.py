@@ -213,16 +213,17 @@ def test_whoever_waits_too_long_is_computed(
     make: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(make, tmp_path, [PROMPT])
-    engine = store_engine(make(), tmp_path, kv_store_wait=0.01)
-    store, is_let_go = traffic(engine)._store, []
-    load = store.load
+    engine = store_engine(make(), tmp_path, kv_store_wait=30.0)
+    moved, is_let_go = traffic(engine), []
+    load = moved._store.load
 
     def slow(keys: Any, into: Any) -> Any:
+        moved._wait = 0.0  # the request has waited long enough as soon as the thread reads
         while not is_let_go:
             time.sleep(0.001)
         return load(keys, into)
 
-    monkeypatch.setattr(store, "load", slow)
+    monkeypatch.setattr(moved._store, "load", slow)
     expected = right(make, PROMPTS)
     assert [answers(engine, [prompt]) for prompt in PROMPTS] == [[tokens] for tokens in expected]
     assert engine.stats()["kv_store_hits"] == 0
