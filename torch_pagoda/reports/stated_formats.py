@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.loading import without_quantization
-from ..checkpoint.quantized import Method, broken, refusal
+from ..checkpoint.quantized import Method, broken
 from ..checkpoint.readers import awq, compressed_tensors, fp8, gptq, mxfp4
 from ..checkpoint.readers.module_settings import is_left_out, settings_of
 from ..checkpoint.readers.parts import BadTensor, Read, scale_name
@@ -86,7 +86,7 @@ def stated_formats(model: nn.Module, method: Method, name: str) -> Formats:
         return {}
     form_of = _FORMS.get(method.read)
     if form_of is None:
-        raise refusal(name, method.name, f"{method.evidence}, but the formats are known from its weights alone")
+        raise broken(name, method.name, "only its weights tell their formats; download them")
     found: dict[str, list[Any]] = {}
     orders: dict[tuple[str, int], int] = {}
     try:
@@ -147,8 +147,7 @@ def _is_taken(settings: Mapping[str, Any], matrix: _Matrix) -> bool:
 def _of_fp8(settings: Mapping[str, Any], matrix: _Matrix) -> WeightFormat | None:
     if matrix.name == "lm_head":
         return None
-    block = settings.get("weight_block_size")
-    return _form("e4m3", 8, block[1] if isinstance(block, list | tuple) and len(block) == 2 else 0, "f32")
+    return _form("e4m3", 8, _width(settings.get("weight_block_size")), "f32")
 
 
 def _of_mxfp4(settings: Mapping[str, Any], matrix: _Matrix) -> WeightFormat | None:
@@ -159,7 +158,7 @@ def _of_compressed(settings: Mapping[str, Any], matrix: _Matrix) -> WeightFormat
     group = compressed_tensors.group_of_module(settings, matrix.name)
     if group is None:
         return None
-    weights, scale = group.get("weights") or {}, scale_name(matrix.dtype)
+    weights, scale = group["weights"], scale_name(matrix.dtype)
     kind = str(group.get("format") or settings.get("format"))
     bits, size = weights.get("num_bits"), _group(weights.get("group_size"), matrix.inputs)
     if weights.get("type", "int") == "float":
@@ -169,8 +168,7 @@ def _of_compressed(settings: Mapping[str, Any], matrix: _Matrix) -> WeightFormat
             return _form("e2m1", 4, size, "f32" if nvfp4 else "bf16")
         if kind.startswith("mxfp8"):
             return _form("e4m3", 8, size, "bf16")
-        block = weights.get("block_structure")
-        return _form("e4m3", 8, block[1] if isinstance(block, list | tuple) and len(block) == 2 else size, scale)
+        return _form("e4m3", 8, _width(weights.get("block_structure")) or size, scale)
     zeros = weights.get("symmetric", True) is False
     if kind == "pack-quantized":
         ordered = bool(size) and weights.get("actorder") in ("group", "dynamic", True)
@@ -183,6 +181,12 @@ def _of_compressed(settings: Mapping[str, Any], matrix: _Matrix) -> WeightFormat
 def _group(stated: Any, inputs: int) -> int:
     """Return how many inputs share a scale; 0: all."""
     return stated if isinstance(stated, int) and 0 < stated < inputs else 0
+
+
+def _width(block: Any) -> int:
+    """Return the inputs of a block of ``[outputs, inputs]`` that shares a scale; 0 without blocks."""
+    is_block = isinstance(block, list | tuple) and len(block) == 2 and isinstance(block[1], int)
+    return block[1] if is_block else 0
 
 
 def _form(code: str, bits: Any, *more: Any) -> WeightFormat:

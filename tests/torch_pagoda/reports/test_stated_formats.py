@@ -31,9 +31,10 @@ def checkpoint(folder: Path, name: str, kind: str, **settings: Any) -> None:
     """A quantized checkpoint, the settings of its method changed."""
     build_tiny_model(kind, dtype=torch.bfloat16, num_hidden_layers=2).save_pretrained(folder)
     quantize_folder(folder, name)
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] |= settings
-    (folder / "config.json").write_text(json.dumps(config))
+    if settings:
+        config = json.loads((folder / "config.json").read_text())
+        config["quantization_config"] |= settings
+        (folder / "config.json").write_text(json.dumps(config))
 
 
 def stated(folder: Path) -> Formats:
@@ -86,6 +87,12 @@ def test_what_a_config_does_not_state_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, "ct-w4a16", "llama", config_groups={})
     with pytest.raises(ValueError, match="LlamaForCausalLM has no weight that its config quantizes"):
         stated(tmp_path)
+    checkpoint(tmp_path, "slim-w8a16", "llama")
+    with pytest.raises(ValueError, match=r"\(msModelSlim\), and only its weights tell their formats; download them"):
+        stated(tmp_path)
+
+
+def test_a_broken_pattern_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, "gptq-4-g32", "llama", dynamic={"(": {}})
     with pytest.raises(ValueError, match=r"invalid pattern '\(' in dynamic"):
         stated(tmp_path)

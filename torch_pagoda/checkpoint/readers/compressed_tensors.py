@@ -259,22 +259,26 @@ def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def group_of_module(settings: Mapping[str, Any], name: str) -> Mapping[str, Any] | None:
-    """Return the group of the config whose targets include a linear layer; None if there is none, or the layer is
-    ignored.
+    """Return the group of the config that quantizes the weight of a linear layer; None if there is none, or the layer
+    is ignored.
 
     Args:
         settings: the config's settings.
         name: name of the layer's module.
     """
-    if any(_is_named(entry, name) for entry in settings.get("ignore") or ()):
+    if any(_is_named(entry, name) for entry in _list(settings.get("ignore"))):
         return None
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
-        if isinstance(group, Mapping) and any(
-            entry == "Linear" or _is_named(entry, name) for entry in group.get("targets") or ()
-        ):
+        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+            continue
+        if any(entry == "Linear" or _is_named(entry, name) for entry in _list(group.get("targets"))):
             return group
     return None
+
+
+def _list(stated: Any) -> list[Any]:
+    return stated if isinstance(stated, list) else []
 
 
 def _is_named(entry: Any, name: str) -> bool:
