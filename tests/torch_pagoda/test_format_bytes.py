@@ -122,12 +122,14 @@ def test_plan_counts_what_is_served(run: Run, folders: Callable[[str], Path]) ->
     assert status == 0 and "0-1" in out and "int4/g32/bf16" in out, err
 
 
-def test_plan_needs_the_weights_of_a_quantized_checkpoint(
+def test_plan_needs_the_weights_that_alone_tell_their_formats(
     run: Run, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text((folders("ct-w4a16") / "config.json").read_text())
+    for file in folders("slim-w8a16").glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
     status, _, err = run("plan", tmp_path)
-    assert status == 2 and "could not load its weights" in err and err.count("\n") == 1
+    assert status == 2 and "only its weights tell their formats; download them" in err and err.count("\n") == 1
 
 
 def test_inspect_shows_formats(run: Run, folders: Callable[[str], Path], tmp_path: Path) -> None:
