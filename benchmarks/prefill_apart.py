@@ -18,7 +18,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
+import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -168,6 +170,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=2, help="of each fleet")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leaves by closing the fleets
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if arguments.model is None:

@@ -273,10 +273,9 @@ class LinkedProgram:
             i, sources = self._at[packed.name], [self._args[self._at[name]] for name in packed.sources]
             will_read([self._args[i], *sources])
             whole = self._args[i]  # None for rows that were not merged yet
-            rows = sources if whole is None else [whole]
             if whole is None and not packed_apart(sources, packed):
-                rows = [merge_rows(sources, pages)]
-            read = rows if rows is sources else [*rows, *sources]
+                whole = merge_rows(sources, pages)
+            rows, read = (sources, sources) if whole is None else ([whole], [whole, *sources])
             self._args[i] = pack_rows(rows, packed)
             if check and packed.quantization is not None:
                 check_rows(rows, self._args[i], packed)

@@ -196,7 +196,7 @@ def _load_or_build(
     if method is None:
         return build_skeleton(kind, config, dtype), None
     whole = stated_model(kind, config, method, name, dtype)
-    return stored_skeleton(whole), whole
+    return stored_skeleton(whole), whole if has_stored_parameters(whole) else None
 
 
 def _formats(model: PreTrainedModel | None, target: str) -> list[FormatBytes]:

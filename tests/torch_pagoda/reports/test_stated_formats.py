@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from quantized_checkpoints import FORMATS, quantize_folder
+from stored_matrices import gptq
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -63,13 +65,20 @@ def test_formats_are_those_of_the_weights(name: str, kind: str, tmp_path: Path) 
     assert found and comparable(stated(tmp_path)) == comparable(found)
 
 
+def test_symmetric_codes_of_2_bits_have_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = FORMATS["gptq-2"]
+    symmetric = replace(form, store=lambda w: gptq(w, 2, 32, "gptq"), config={**form.config, "sym": True})
+    monkeypatch.setitem(FORMATS, "gptq-2", symmetric)
+    test_formats_are_those_of_the_weights("gptq-2", "llama", tmp_path)
+
+
 UP = "model.layers.1.mlp.up_proj"
 LEFT_OUT = {
     "ct-w4a16": {"ignore": ["lm_head", UP]},
     "ct-w8a8": {"ignore": ["lm_head", r"re:.*layers\.1\.mlp\.up_proj"]},
     "gptq-4-g32": {"dynamic": {r"+:model\.layers\.0": {"bits": 8}, r"-:model\.layers\.1\.mlp\.up": {}}},
     "autoround-gptq": {"extra_config": {UP: {"bits": 16}}},
-    "awq": {"modules_to_not_convert": [UP]},
+    "awq": {"modules_to_not_convert": ["model.layers.*1.mlp.up"]},
     "fp8-blocks": {"modules_to_not_convert": ["layers.1.mlp.up_proj"]},
 }
 
@@ -83,10 +92,14 @@ def test_modules_that_a_config_leaves_out_are_floats(name: str, tmp_path: Path) 
     assert bits == {"int8" if name in ("gptq-4-g32", "ct-w8a8") else "e4m3" if name == "fp8-blocks" else "int4"}
 
 
-def test_what_a_config_does_not_state_is_refused(tmp_path: Path) -> None:
-    checkpoint(tmp_path, "ct-w4a16", "llama", config_groups={})
+@pytest.mark.parametrize("groups", [{}, {"group_0": {"targets": ["Linear"], "weights": None}}, {"group_0": 7}])
+def test_a_config_that_quantizes_nothing_is_refused(groups: Any, tmp_path: Path) -> None:
+    checkpoint(tmp_path, "ct-w4a16", "llama", config_groups=groups)
     with pytest.raises(ValueError, match="LlamaForCausalLM has no weight that its config quantizes"):
         stated(tmp_path)
+
+
+def test_what_a_config_does_not_state_is_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, "slim-w8a16", "llama")
     with pytest.raises(ValueError, match=r"\(msModelSlim\), and only its weights tell their formats; download them"):
         stated(tmp_path)

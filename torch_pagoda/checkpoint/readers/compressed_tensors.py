@@ -251,10 +251,13 @@ def _check_numbers(module: Quantized, weight: torch.Tensor) -> None:
         raise module.bad("weight", "it contains NaN; the file is broken, download it again")
 
 
-def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     groups = settings.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    stated = [group.get("weights") for group in found if isinstance(group, Mapping)]
+    return [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+
+
+def _weights(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    stated = [group.get("weights") for group in _groups(settings)]
     return [entry for entry in stated if isinstance(entry, Mapping)]
 
 
@@ -266,25 +269,26 @@ def group_of_module(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]
         settings: the config's settings.
         name: name of the layer's module.
     """
-    if any(_is_named(entry, name) for entry in _list(settings.get("ignore"))):
+    if _names(settings, "ignore", name):
         return None
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-            continue
-        if any(entry == "Linear" or _is_named(entry, name) for entry in _list(group.get("targets"))):
-            return group
-    return None
+    quantizing = (group for group in _groups(settings) if isinstance(group.get("weights"), Mapping))
+    return next((group for group in quantizing if _names(group, "targets", name, "Linear")), None)
 
 
-def _list(stated: Any) -> list[Any]:
-    return stated if isinstance(stated, list) else []
+def _names(stated: Mapping[str, Any], entry: str, *names: str) -> bool:
+    """Return True if a list in a config has one of these names, or a pattern (``re:``) that one begins with.
 
-
-def _is_named(entry: Any, name: str) -> bool:
-    """Return True if a config's entry is the name of a module, or a pattern (``re:``) that it begins with."""
-    text = str(entry)
-    return bool(pattern_of("ignore", text[3:]).match(name)) if text.startswith("re:") else text == name
+    Raises:
+        BadTensor: a pattern is not a regular expression.
+    """
+    listed = stated.get(entry)
+    for text in map(str, listed if isinstance(listed, list) else ()):
+        if text.startswith("re:"):
+            if any(map(pattern_of(entry, text[3:]).match, names)):
+                return True
+        elif text in names:
+            return True
+    return False
 
 
 def rounds_rows(settings: Mapping[str, Any]) -> bool:
@@ -312,9 +316,7 @@ def _kind_of_inputs(entry: Any) -> Any:
 
 def _inputs(settings: Mapping[str, Any]) -> list[Any]:
     """Return the input settings of each group of the config."""
-    groups = settings.get("config_groups")
-    found = list(groups.values()) if isinstance(groups, Mapping) else []
-    return [group.get("input_activations") for group in found if isinstance(group, Mapping)]
+    return [group.get("input_activations") for group in _groups(settings)]
 
 
 def _check_stated(module: Quantized, bits: int, inputs: int, size: int, leaf: str) -> None:
