@@ -4,6 +4,7 @@
     python benchmarks/load_shards.py --ranks 4 --out results
     python benchmarks/load_shards.py --experts 32 --layers 4 # a tensor in the files for each expert
     python benchmarks/load_shards.py --experts 32 --layers 16 --full  # the same as if the host's memory were full
+    python benchmarks/load_shards.py --layers 2 --format gptq-4-order # quantized, here by GPTQ with act-order; awq
 
 A checkpoint of random weights in several files is loaded twice, each time by processes of its own: a first start
 compiles it, a second one takes the stored program. Memory is the most that a rank took while it loaded and that no
@@ -78,8 +79,9 @@ def read_alone(message: Path, rank: int) -> dict[str, int]:
     part."""
     import torch
 
-    from torch_pagoda.compiler import compile as compiling
     from torch_pagoda.compiler.link.linker import LinkedProgram
+    from torch_pagoda.compiler.ranks import lead
+    from torch_pagoda.runtime.ops.linear.stored_weight import StoredWeight, stored_parts
     from torch_pagoda.runtime.parallel.messages import PREFIX_BYTES, decode, lengths
     from torch_pagoda.shipping import load_program
 
@@ -88,15 +90,18 @@ def read_alone(message: Path, rank: int) -> dict[str, int]:
     sent = decode(data[PREFIX_BYTES:start], bytearray(data[start:]))
     sent.values["processors"] = []
     parts: list[int] = []
-    restore = compiling.restore
+    restore = lead.restore
 
-    def restored(*given: Any, **options: Any) -> LinkedProgram:
-        program = restore(*given, **options)
-        tensors = [given for given in program._args if isinstance(given, torch.Tensor)]
+    def restored(*stored: Any, **options: Any) -> LinkedProgram:
+        program = restore(*stored, **options)
+        given = [each for each in program._args if isinstance(each, torch.Tensor)]
+        tensors = [
+            part for each in given for part in (stored_parts(each) if isinstance(each, StoredWeight) else [each])
+        ]
         parts.append(sum({each.data_ptr(): each.nbytes for each in tensors}.values()))
         return program
 
-    compiling.restore = restored  # type: ignore[assignment]
+    lead.restore = restored  # type: ignore[assignment]
     for path in Path(sent.values["model"]).glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file)
@@ -111,6 +116,14 @@ def fetched() -> int:
     found = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.MULTILINE)
     assert found is not None
     return int(found[1])
+
+
+def tensor_bytes(path: Path) -> list[int]:
+    """Bytes of each tensor of a safetensors file."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    places = [each["data_offsets"] for key, each in header.items() if key != "__metadata__"]
+    return [end - start for start, end in places]
 
 
 def measure(folder: str, ranks: int, full: bool) -> dict[str, Any]:
@@ -162,6 +175,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
+    parser.add_argument(
+        "--format", metavar="NAME", help="of the weights, one of tests/support/quantized_checkpoints.py"
+    )
     parser.add_argument("--full", action="store_true", help="load layer by layer, as if the host's memory were full")
     parser.add_argument("--measure", metavar="FOLDER", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, metavar="DIR", help="write results as JSON and Markdown here")
@@ -177,9 +193,13 @@ def main() -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+    from quantized_checkpoints import quantize_folder
+
     config: Qwen3Config | Qwen3MoeConfig = Qwen3Config(
         hidden_size=2048, intermediate_size=8192, num_hidden_layers=args.layers, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+        vocab_size=32768 if args.format else 151936,  # its rows are not quantized
     )  # fmt: skip
     if args.experts:
         config = Qwen3MoeConfig(
@@ -190,10 +210,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.generation_config.eos_token_id = None
-        size = sum(parameter.nbytes for parameter in model.parameters())
-        largest = max(parameter.nbytes for parameter in model.parameters())
-        model.save_pretrained(folder, max_shard_size="500MB")
+        model.save_pretrained(folder, max_shard_size="500GB" if args.format else "500MB")
         del model
+        if args.format:
+            quantize_folder(Path(folder), args.format)
+        sizes = [bytes_of for path in Path(folder).glob("*.safetensors") for bytes_of in tensor_bytes(path)]
+        size, largest = sum(sizes), max(sizes)
         command = [sys.executable, __file__, "--ranks", str(args.ranks), "--measure", folder]
         command += ["--full"] if args.full else []
         found = [json.loads(subprocess.check_output(command).splitlines()[-1]) for _ in range(2)]

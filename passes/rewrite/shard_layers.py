@@ -34,7 +34,7 @@ from ...runtime.ops.collectives import GROUP
 from ...runtime.program import StateSpec
 from ..graph.cut import Cut, Indices, Refused, counted_once, deal, deal_heads
 from ..graph.data_movement import RESHAPES
-from ..graph.fx_nodes import cache_index, callee, eliminate_dead_code, shape, value
+from ..graph.fx_nodes import cache_index, callee, eliminate_dead_code, is_dynamic, shape, value
 from ..graph.notes import Part
 from ..graph.record import PassRecord
 from ..graph.traced import TracedGraph, UnsupportedModel
@@ -50,6 +50,7 @@ from ..sharding.walk import Walk
 _aten, _pagoda = torch.ops.aten, torch.ops.pagoda
 _RULES = {**VIEWS, **ELEMENTWISE, **NORMS, **ATTENTION, **STATES}
 _ITEMS = {**SPLITS, **ROTATIONS}
+_BY_ROWS = (NORMS.keys() | ELEMENTWISE.keys()) - {"linear"}
 _MOST_TRIES = 4
 
 
@@ -67,6 +68,7 @@ def shard_layers(traced: TracedGraph) -> PassRecord:
     asked = traced.expert_groups
     if asked is not None and asked > 1 and not any(node.target is _pagoda.moe.default for node in traced.graph.nodes):
         raise UnsupportedModel(f"expert_parallel_size={asked}: no routed experts were found in the model; omit it")
+    _fold_heads_late(traced)
     _join_views(traced.graph)
     walks: list[tuple[fx.Node, Walk]] = []
     taken: set[fx.Node] = set()
@@ -273,6 +275,33 @@ def _propagate(traced: TracedGraph) -> None:
         if node.op != "call_function":
             continue
         traced.propagate_or_copy(node)
+
+
+def _fold_heads_late(traced: TracedGraph) -> None:
+    """Let what works on each row by itself read heads before they are folded into the tokens, and fold what it
+    yields: heads are cut in front of that."""
+    for node in list(traced.graph.nodes):
+        folds = [n for n in node.all_input_nodes if len(shape(n)) > 1]
+        sizes = _unfolded(folds[0]) if folds and callee(node) in _BY_ROWS else None
+        if sizes is None or any(_unfolded(fold) != sizes for fold in folds):
+            continue
+        with traced.before(node):
+            heads = {fold: traced.call(_aten.reshape.default, fold.args[0], sizes) for fold in folds}
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: heads.get(n, n))  # noqa: B023
+            rows = traced.call(node.target, *args, **kwargs)
+            traced.substitute(node, traced.call(_aten.reshape.default, rows, folds[0].args[1]))
+
+
+def _unfolded(node: fx.Node) -> list[int] | None:
+    """The sizes of ``[..., T, H, D]``, -1 for T, of which ``node`` is ``[..., T * H, D]``; None for other nodes."""
+    if callee(node) not in RESHAPES:
+        return None
+    *_, rows, width = shape(node)
+    *lead, last = shape(node.args[0])
+    sizes = [-1 if is_dynamic(size) else int(size) for size in lead]
+    if not is_dynamic(rows) or str(rows) in map(str, lead) or sizes.count(-1) != 1 or last % width:
+        return None
+    return [*sizes, width] if last == width else [*sizes, last // width, width]
 
 
 def _join_views(graph: fx.Graph) -> None:

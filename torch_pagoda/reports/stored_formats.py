@@ -21,6 +21,13 @@ Formats = Mapping[str, "list[Any]"]
 its input order in the model, -1 for none. Ready for ``json.dump``."""
 
 
+class _WithoutValues(StoredWeight):
+    """One that nothing has written into: what it shows is not written either, so it costs no memory."""
+
+    def dense(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
 def stored_formats(model: nn.Module) -> dict[str, list[Any]]:
     """The formats of the weights that a quantized checkpoint stores."""
     orders: dict[bytes, int] = {}
@@ -88,14 +95,14 @@ def stored_skeleton(model: PreTrainedModel) -> Skeleton:
 def _without_values(
     parameter: torch.Tensor, form: WeightFormat, transposed: bool, given: list[Any] | None, order: int
 ) -> StoredWeight:
-    """A weight with the shape and dtype of a parameter; its memory is never written, so it costs nothing."""
+    """A weight with the shape and dtype of a parameter."""
     *lead, outputs, inputs = (parameter.mT if transposed else parameter).shape
     groups = form.num_groups(inputs)
 
     def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(*lead, outputs, count, dtype=dtype, device=parameter.device)
 
-    return StoredWeight(
+    return _WithoutValues(
         form,
         empty(inputs // form.per_byte, torch.uint8),
         empty(groups, SCALE_DTYPES[form.scale]),

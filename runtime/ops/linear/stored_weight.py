@@ -129,7 +129,7 @@ class StoredWeight(torch.Tensor):
             "transposed": self.transposed,
             "input_scale": self.input_scale,
         }
-        return StoredWeight(**{**given, **parts})
+        return type(self)(**{**given, **parts})
 
     def each(self, move: Callable[[torch.Tensor], torch.Tensor], **parts: Any) -> StoredWeight:
         """The same with codes, scales and zeros moved alike, in dims before their last."""

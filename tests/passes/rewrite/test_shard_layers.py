@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from aten_graphs import aten_of_module, run_graph
 
 from torch_pagoda.compiler.capture.trace import Captured
 from torch_pagoda.compiler.options import CompileOptions
@@ -16,6 +18,8 @@ from torch_pagoda.compiler.report import CompileReport
 from torch_pagoda.compiler.verify.self_check import Reference
 from torch_pagoda.passes import SHARDING, TracedGraph, UnsupportedModel
 from torch_pagoda.passes.graph.cut import ZERO, Cut
+from torch_pagoda.passes.graph.data_movement import MOVES
+from torch_pagoda.passes.graph.fx_nodes import callee, shape
 from torch_pagoda.passes.rewrite import shard_layers, shard_vocabulary
 from torch_pagoda.passes.sharding import attention, walk
 
@@ -88,6 +92,74 @@ def test_more_architectures_are_exact(kind: str, ranks: int, captured: Callable[
     _, report = cut(captured(kind), ranks)
     assert report.verdict is not None
     assert report.verdict.ok
+
+
+def of_folded_heads(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    rows, gates = x.reshape(-1, 16), gate.reshape(-1, 16).double()
+    return (rows * torch.sigmoid(gates).float() + torch.arange(16)).view(1, -1, 64)
+
+
+def of_heads_side_by_side(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 16) * torch.sigmoid(gate.flatten(2).reshape(-1, 16))
+
+
+def of_two_heads_in_one(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 32) * torch.sigmoid(gate.reshape(-1, 32))
+
+
+def of_half_heads(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, 8) * torch.sigmoid(gate.reshape(-1, 8))
+
+
+def of_tokens(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return x.flatten(2).reshape(-1, 64) * torch.sigmoid(gate.flatten(2).reshape(-1, 64))
+
+
+def of_groups(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    x, gate = x.view(1, -1, 2, 2, 16), gate.view(1, -1, 2, 2, 16)
+    return x.reshape(1, -1, 4, 16) * torch.sigmoid(gate.reshape(1, -1, 4, 16))
+
+
+def of_heads_in_two_orders(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return (x.reshape(-1, 16) * torch.sigmoid(gate.transpose(1, 2).reshape(-1, 16))).view(1, -1, 64)
+
+
+def of_whole_columns(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(x.reshape(-1, 16) * gate.reshape(-1, 16), 0).view(1, -1, 64)
+
+
+@pytest.mark.parametrize(
+    ("function", "dynamic", "late"),
+    [
+        (of_folded_heads, (1,), ["_to_copy", "sigmoid", "_to_copy", "mul.Tensor", "add.Tensor"]),
+        (of_heads_side_by_side, (1,), ["sigmoid", "mul.Tensor"]),
+        (of_two_heads_in_one, (1,), []),
+        (of_half_heads, (1, 2), []),
+        (of_tokens, (1,), []),
+        (of_groups, (1,), []),
+        (of_heads_in_two_orders, (1,), ["sigmoid"]),
+        (of_whole_columns, (1,), ["mul.Tensor"]),
+    ],
+)
+def test_heads_are_folded_into_tokens_behind_what_works_on_rows(
+    function: Callable[..., torch.Tensor], dynamic: tuple[int, ...], late: list[str]
+) -> None:
+    """``late`` are the operators that read heads now."""
+
+    class Call(torch.nn.Module):
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            return function(x, gate)
+
+    def ranks() -> Counter[tuple[str, int]]:
+        names = [(callee(node), len(shape(node))) for node in traced.graph.nodes if node.op == "call_function"]
+        return Counter((name, rank) for name, rank in names if name not in MOVES)
+
+    traced = aten_of_module(Call(), torch.randn(1, 5, 4, 16), torch.randn(1, 5, 4, 16), dynamic=dynamic)
+    before = ranks()
+    shard_layers._fold_heads_late(traced)
+    assert ranks() - before == Counter((name, 4) for name in late)
+    given = torch.randn(1, 7, 4, 16), torch.randn(1, 7, 4, 16)
+    assert torch.equal(run_graph(traced, *given), function(*given))
 
 
 def test_what_is_read_whole_stays_whole_with_the_reason(captured: Callable[..., Made]) -> None:

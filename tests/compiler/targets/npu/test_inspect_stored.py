@@ -101,6 +101,15 @@ def test_formats_shapes_and_scales_are_kept(
             assert getattr(like, kept) == getattr(weight, kept), (key, kept)
 
 
+def test_no_weight_is_unpacked_of_what_is_built_anew(
+    loaded: Callable[..., PreTrainedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their values would take the memory of the dense model: latent attention reads its weights dense."""
+    skeleton = skeleton_of(loaded("deepseek_v3", "fp8-blocks")).model
+    monkeypatch.delattr(StoredWeight, "dense")
+    assert any(operators["npu.npu_transpose_batchmatmul"] for operators in launches(skeleton))
+
+
 def test_layers_whose_formats_differ_are_built_for_themselves(loaded: Callable[..., PreTrainedModel]) -> None:
     model = loaded("llama", "slim-w8a8-dynamic", num_hidden_layers=6)
     assert skeleton_of(model).representatives == (0, 1, 1, 1, 1, 2)

@@ -62,22 +62,20 @@ def launches(traced: TracedGraph) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "more"),
-    [
-        ("llama", Counter({REDUCE: 4})),
-        ("qwen3_moe", Counter({REDUCE: 4})),
-        ("deepseek_v3", None),
-        ("qwen3_5_text", None),
-    ],
+    ("model_type", "alike"),
+    [("llama", True), ("qwen3_moe", True), ("deepseek_v3", False), ("qwen3_5_text", False), ("qwen3_next", False)],
 )
-def test_ranks_together_are_exact(model_type: str, more: Counter[str] | None) -> None:
-    traced = lowered(model_type, 2, reference_of_model(build_legal_model(model_type)))
+def test_ranks_together_are_exact(model_type: str, alike: bool) -> None:
+    """Attention, linear or not, and the MLP of every layer are cut: two reductions a layer."""
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+    model = build_legal_model(model_type, **(kinds if model_type in ("qwen3_5_text", "qwen3_next") else {}))
+    traced = lowered(model, 2, reference_of_model(model))
     assert illegal_calls(traced, TARGET) == []
     assert not [node for node in traced.graph.nodes if str(node.target).startswith("pagoda.")]
     assert cache_copies(traced.graph) == 0
-    assert launches(traced)[REDUCE]
-    if more is not None:
-        assert launches(traced) - launches(lowered(model_type, 1)) == more
+    assert launches(traced)[REDUCE] == 4
+    if alike:
+        assert launches(traced) - launches(lowered(model, 1)) == Counter({REDUCE: 4})
 
 
 @pytest.mark.parametrize("chosen", [{}, {"quantization": "int8"}, {"kv_cache_dtype": "int8"}], ids=str)
