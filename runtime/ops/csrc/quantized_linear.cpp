@@ -430,8 +430,7 @@ void run(const QuantizedLinearArguments& a) {
   else
     words *= kParts;
 #endif
-  const bool paired = kBits == 4 && kParts == 2 && layout.heads > 1 && multiplies_pairs(a.rows);
-  const int64_t pair_rows = paired ? (a.rows + kTileRows) | 1 : 0;
+  const int64_t pair_rows = kBits == 4 && kParts == 2 && layout.heads > 1 ? rows_of_pairs(a.rows) : 0;
   // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight. With an odd number of steps
   // rows do not meet in the same lines of the first cache.
   const int64_t columns = (layout.steps | 1) * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;
@@ -439,11 +438,11 @@ void run(const QuantizedLinearArguments& a) {
   inputs.reserve((padded + 2 * words + 4 * pair_rows) * columns + (scales + sums) * 4 + 5 * 64);
   const Inputs x{columns, joined ? 1 : kParts, inputs.take<int8_t>(padded * columns),
                  inputs.take<int16_t>(words * columns),
-                 paired ? inputs.take<uint32_t>(pair_rows * columns) : nullptr, pair_rows, joined,
+                 pair_rows ? inputs.take<uint32_t>(pair_rows * columns) : nullptr, pair_rows, joined,
                  inputs.take<float>(scales), inputs.take<int32_t>(sums)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
-      std::clamp((1 << 20) / (columns * (paired ? 4 : kParts)) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
+      std::clamp((1 << 20) / (columns * (pair_rows ? 4 : kParts)) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
   static thread_local std::vector<Block> found;
   divide(found, a, most);
   const std::vector<Block>& blocks = found;  // the caller's, for all threads

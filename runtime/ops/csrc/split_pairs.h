@@ -10,12 +10,13 @@
 constexpr int64_t kPairBytes = kPanel * kStep * 4;  // of a step's weights
 constexpr int64_t kLeastPairs = 16;  // rows; for fewer the tiles of split_groups.h take less time
 
-static inline bool multiplies_pairs(int64_t rows) {
+// Rows of pairs that are kept for so many, from any of which tiles read 16: an odd number, so that the parts of a row do
+// not meet in the same lines of the first cache. 0: none are multiplied.
+static inline int64_t rows_of_pairs(int64_t rows) {
 #if defined(PAGODA_TILES)
-  return rows >= kLeastPairs && tiles_allowed();
-#else
-  return false;
+  if (rows >= kLeastPairs && tiles_allowed()) return (rows + kTileRows) | 1;
 #endif
+  return 0;
 }
 
 #if defined(PAGODA_TILES)
