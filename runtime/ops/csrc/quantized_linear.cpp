@@ -218,7 +218,7 @@ struct Workspace {
 
   Workspace(Scratch& scratch, const QuantizedLinearArguments& a, const Layout& layout, int64_t rows) {
     int64_t group_bytes = a.bits == 8 ? 0 : std::max(layout.group_steps, kSplitSteps) * kStepBytes;
-    if (layout.heads > 1) group_bytes = std::max(group_bytes, kPairBytes);
+    if (layout.heads == kPairGroups) group_bytes = std::max(group_bytes, kPairBytes);
     const int64_t few = kTiledRows * kPanel * layout.heads, all = rows * kPanel;
     scratch.reserve((2 * a.inputs + few + all) * 4 + group_bytes + 4 * 64);
     row = scratch.take<float>(2 * a.inputs);
@@ -290,8 +290,8 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
 }
 
 #if defined(PAGODA_TILES)
-// The same where kHeads groups of 4 bits share a step and inputs are pairs of bf16.
-template <int kHeads, bool kZeros>
+// The same where four groups of 4 bits share a step and inputs are pairs of bf16.
+template <bool kZeros>
 void multiply_pairs_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, const Block& block,
                           int64_t panel, const Workspace& space) {
   const char* codes = panel_at(a, layout, block, panel);
@@ -302,24 +302,25 @@ void multiply_pairs_panel(const QuantizedLinearArguments& a, const Layout& layou
     numbers[i] = pair_of(number, number);
   }
   uint32_t* widened = (uint32_t*)space.widened;
-  alignas(64) float zeros[2][kHeads][kPanel];
-  alignas(64) PairSums<kHeads> sums[3];
+  alignas(64) float zeros[2][kPairGroups][kPanel];
+  alignas(64) PairSums sums[3];
   int64_t turn = 0;  // of the three
-  PairStep<kHeads, kZeros> before{};
+  PairStep<kZeros> before{};
   configure_tiles(kTileRows);
+  std::fill_n(space.totals, block.rows * kPanel, -0.f);  // what a sum can begin with and not show
   for (int64_t g = 0; g < groups; ++g) {
     const Group stored = group_at(codes, layout, g);
-    for (int64_t i = 0; i < kHeads * layout.head_bytes; i += kLine)
+    for (int64_t i = 0; i < kPairGroups * layout.head_bytes; i += kLine)
       __builtin_prefetch(stored.heads + kAhead + i, 0, 2);
     widen_to_pairs(widened, stored.weights, numbers);
-    for (int h = 0; kZeros && h < kHeads; ++h)
+    for (int h = 0; kZeros && h < kPairGroups; ++h)
       scaled_zeros_of(zeros[g % 2][h], a, stored.heads + h * layout.head_bytes);
     for (int64_t r = 0; r < block.rows; r += kTileRows) {
       const int64_t row = block.first + r, at = row * groups + g;
-      const PairStep<kHeads, kZeros> step{
+      const PairStep<kZeros> step{
           x.pairs + g * kStep * x.pair_rows + row * kTileInputs, x.pair_rows * kTileInputs, widened, stored.heads,
-          layout.head_bytes, zeros[g % 2][0], x.scales + at, x.sums + at * kHeads, groups, space.totals + r * kPanel,
-          std::min<int64_t>(kTileRows, block.rows - r), g > 0};
+          layout.head_bytes, zeros[g % 2][0], x.scales + at, x.sums + at * kPairGroups, groups, space.totals + r * kPanel,
+          std::min<int64_t>(kTileRows, block.rows - r)};
       for (int64_t output = 0; output < kPanel; output += 32, turn = (turn + 1) % 3)
         half_of_pairs(step, output, sums[turn], sums[(turn + 2) % 3], before.x ? &before : nullptr,
                       sums[(turn + 1) % 3]);
@@ -336,10 +337,9 @@ void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layou
                           const Block& block, int64_t panel, const Workspace& space) {
   const int64_t first = block.first, rows = block.rows;
 #if defined(PAGODA_TILES)
-  if constexpr (kBits == 4 && kParts == 2)
+  if constexpr (kBits == 4 && kParts == 2 && kHeads == kPairGroups)
     if (x.pairs && rows >= kLeastPairs)
-      return (a.zeros ? multiply_pairs_panel<kHeads, true> : multiply_pairs_panel<kHeads, false>)(a, layout, x, block,
-                                                                                                 panel, space);
+      return (a.zeros ? multiply_pairs_panel<true> : multiply_pairs_panel<false>)(a, layout, x, block, panel, space);
 #endif
   const char* codes = panel_at(a, layout, block, panel);
   const int64_t groups = layout.groups, apart = kHeads * layout.head_bytes + layout.step_bytes;
@@ -430,7 +430,7 @@ void run(const QuantizedLinearArguments& a) {
   else
     words *= kParts;
 #endif
-  const int64_t pair_rows = kBits == 4 && kParts == 2 && layout.heads > 1 ? rows_of_pairs(a.rows) : 0;
+  const int64_t pair_rows = kBits == 4 && kParts == 2 && layout.heads == kPairGroups ? rows_of_pairs(a.rows) : 0;
   // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight. With an odd number of steps
   // rows do not meet in the same lines of the first cache.
   const int64_t columns = (layout.steps | 1) * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;

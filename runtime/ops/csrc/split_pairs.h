@@ -1,6 +1,6 @@
-// Products of rows of 16 bits with the int4 or fp4 weights of a panel whose groups of 32 or 16 inputs share a step, on
-// AMX tiles. An input is a pair of bf16, 256 times its upper byte and its lower one, and a weight twice the same bf16:
-// sums of a group are integers below 2 ** 24, which float holds, so that they are exact in any order, and those of
+// Products of rows of 16 bits with the int4 or fp4 weights of a panel whose groups of 16 inputs share a step, on AMX
+// tiles. An input is a pair of bf16, 256 times its upper byte and its lower one, and a weight twice the same bf16: sums
+// of a group are integers below 2 ** 24, which float holds, so that they are exact in any order, and those of
 // split_groups.h. While the tiles multiply, the sums before are scaled and added to the totals.
 #pragma once
 
@@ -8,7 +8,8 @@
 #include "panels.h"
 
 constexpr int64_t kPairBytes = kPanel * kStep * 4;  // of a step's weights
-constexpr int64_t kLeastPairs = 16;  // rows; for fewer the tiles of split_groups.h take less time
+constexpr int64_t kPairGroups = 4;                  // that share a step
+constexpr int64_t kLeastPairs = 16;                 // rows; for fewer the tiles of split_groups.h take less time
 
 // Rows of pairs that are kept for so many, from any of which tiles read 16: an odd number, so that the parts of a row do
 // not meet in the same lines of the first cache. 0: none are multiplied.
@@ -20,7 +21,7 @@ static inline int64_t rows_of_pairs(int64_t rows) {
 }
 
 #if defined(PAGODA_TILES)
-constexpr int64_t kTileInputs = 16;                 // of a tile of pairs
+constexpr int64_t kTileInputs = 16;  // of a tile of pairs
 
 // to[quarter of 16 inputs][input][output], 16 outputs after the other, of a step of 4 bits; `pairs` has what each code
 // stands for.
@@ -47,40 +48,39 @@ static inline uint32_t pair_of(float first, float second) {
 }
 
 // A step of a panel for at most 16 rows.
-template <int kHeads, bool kZeros>
+template <bool kZeros>
 struct PairStep {
   const uint32_t* x;  // [rows][16] of the step's first 16 inputs; the next ones are `x_stride` pairs further
   int64_t x_stride;
   const uint32_t* w;  // as `widen_to_pairs` has written them
   const char* heads;
   int64_t head_bytes;
-  const float* zeros;       // [kHeads][kPanel], times their scales
+  const float* zeros;       // [kPairGroups][kPanel], times their scales
   const float* row_scales;  // `groups` from one row to the next
-  const int32_t* sums;      // of the inputs: kHeads, `groups` times as many from one row to the next
+  const int32_t* sums;      // of the inputs: kPairGroups, `groups` times as many from one row to the next
   int64_t groups;
   float* totals;  // [rows][kPanel]
   int64_t rows;
-  bool more;  // the totals hold those of earlier steps
 };
 
 // Of two sixteens of outputs and their groups, in 16 rows of 16.
-template <int kHeads>
-using PairSums = float[2][kHeads][16][16];
+typedef float PairSums[2][kPairGroups][16][16];
 
 // Adds what rows [begin, begin + 8) of 16 outputs have to the totals, as `add_step` does it.
-template <int kHeads, bool kZeros>
-static inline void add_pair_rows(const PairStep<kHeads, kZeros>& a, const PairSums<kHeads>& from, int which,
-                                 int64_t begin, int64_t output) {
+template <bool kZeros>
+static inline void add_pair_rows(const PairStep<kZeros>& a, const PairSums& from, int which, int64_t begin,
+                                 int64_t output) {
   const float* row_scales = a.row_scales + begin * a.groups;
-  const int32_t* sums = a.sums + begin * a.groups * kHeads;
+  const int32_t* sums = a.sums + begin * a.groups * kPairGroups;
   float* total = a.totals + begin * kPanel + output;
-  vfloat scales[kHeads];
+  const int64_t groups = a.groups;
+  vfloat scales[kPairGroups];
 #pragma GCC unroll 4
-  for (int h = 0; h < kHeads; ++h) scales[h] = load((const float*)(a.heads + h * a.head_bytes) + output);
+  for (int h = 0; h < kPairGroups; ++h) scales[h] = load((const float*)(a.heads + h * a.head_bytes) + output);
   const auto add = [&](int64_t r) {
     vfloat number{};
 #pragma GCC unroll 4
-    for (int h = 0; h < kHeads; ++h) {
+    for (int h = 0; h < kPairGroups; ++h) {
       const vfloat whole = load(from[which][h][begin + r]);
       number = h ? multiply_add(number, whole, scales[h]) : whole * scales[h];
       if constexpr (kZeros) {
@@ -88,10 +88,9 @@ static inline void add_pair_rows(const PairStep<kHeads, kZeros>& a, const PairSu
         number = multiply_add(number, -__builtin_convertvector(sum, vfloat), load(a.zeros + h * kPanel + output));
       }
     }
-    const vfloat row_scale = splat(*row_scales);
-    store(total, a.more ? multiply_add(load(total), number, row_scale) : number * row_scale);
-    row_scales += a.groups;
-    sums += a.groups * kHeads;
+    store(total, multiply_add(load(total), number, splat(*row_scales)));
+    row_scales += groups;
+    sums += groups * kPairGroups;
     total += kPanel;
   };
   if (a.rows - begin >= 8) {
@@ -105,10 +104,9 @@ static inline void add_pair_rows(const PairStep<kHeads, kZeros>& a, const PairSu
 // Multiplies 32 outputs from `output` on, and adds those of `before` meanwhile, from `found`. Sums leave their tiles
 // late, when they have long been there: those of the last groups with the next 32 outputs, so that here the ones before
 // go to `last`. They are read later still, since what a tile stores can be read only when it is in the cache.
-template <int kHeads, bool kZeros>
-static inline void half_of_pairs(const PairStep<kHeads, kZeros>& a, int64_t output, PairSums<kHeads>& to,
-                                 PairSums<kHeads>& last, const PairStep<kHeads, kZeros>* before,
-                                 const PairSums<kHeads>& found) {
+template <bool kZeros>
+static inline void half_of_pairs(const PairStep<kZeros>& a, int64_t output, PairSums& to, PairSums& last,
+                                 const PairStep<kZeros>* before, const PairSums& found) {
   const uint32_t* w = a.w + output * kStep;
   asm volatile("" ::: "memory");  // the intrinsics do not say that they read memory
 #define PAGODA_INPUTS(quarter, tile)                        \
@@ -121,41 +119,22 @@ static inline void half_of_pairs(const PairStep<kHeads, kZeros>& a, int64_t outp
 #define PAGODA_LEAVE(sums, to) _tile_stored(sums, to, 64)
 #define PAGODA_ADD(which, half) \
   if (before) add_pair_rows(*before, found, which, 8 * (half), output + 16 * (which))
-  if constexpr (kHeads == 4) {
-    PAGODA_INPUTS(0, 4);
-    _tile_zero(0); PAGODA_OUTPUTS(0, 0, 4, 6, 0); PAGODA_LEAVE(2, last[0][3]);
-    _tile_zero(1); PAGODA_OUTPUTS(0, 1, 4, 7, 1); PAGODA_LEAVE(3, last[1][3]);
-    PAGODA_INPUTS(1, 5);
-    _tile_zero(2); PAGODA_OUTPUTS(1, 0, 5, 6, 2); PAGODA_LEAVE(0, to[0][0]);
-    _tile_zero(3); PAGODA_OUTPUTS(1, 1, 5, 7, 3); PAGODA_LEAVE(1, to[1][0]);
-    PAGODA_INPUTS(2, 4);
-    _tile_zero(0); PAGODA_OUTPUTS(2, 0, 4, 6, 0); PAGODA_LEAVE(2, to[0][1]);
-    PAGODA_ADD(0, 0);
-    _tile_zero(1); PAGODA_OUTPUTS(2, 1, 4, 7, 1); PAGODA_LEAVE(3, to[1][1]);
-    PAGODA_ADD(0, 1);
-    PAGODA_INPUTS(3, 5);
-    _tile_zero(2); PAGODA_OUTPUTS(3, 0, 5, 6, 2); PAGODA_LEAVE(0, to[0][2]);
-    PAGODA_ADD(1, 0);
-    _tile_zero(3); PAGODA_OUTPUTS(3, 1, 5, 7, 3); PAGODA_LEAVE(1, to[1][2]);
-    PAGODA_ADD(1, 1);
-  } else {
-    PAGODA_INPUTS(0, 4);
-    _tile_zero(0); PAGODA_OUTPUTS(0, 0, 4, 6, 0);
-    _tile_zero(1); PAGODA_OUTPUTS(0, 1, 4, 7, 1);
-    PAGODA_INPUTS(1, 5);
-    PAGODA_OUTPUTS(1, 0, 5, 6, 0); PAGODA_LEAVE(2, last[0][1]);
-    PAGODA_OUTPUTS(1, 1, 5, 7, 1); PAGODA_LEAVE(3, last[1][1]);
-    PAGODA_INPUTS(2, 4);
-    _tile_zero(2); PAGODA_OUTPUTS(2, 0, 4, 6, 2);
-    PAGODA_ADD(0, 0);
-    _tile_zero(3); PAGODA_OUTPUTS(2, 1, 4, 7, 3);
-    PAGODA_ADD(0, 1);
-    PAGODA_INPUTS(3, 5);
-    PAGODA_OUTPUTS(3, 0, 5, 6, 2); PAGODA_LEAVE(0, to[0][0]);
-    PAGODA_ADD(1, 0);
-    PAGODA_OUTPUTS(3, 1, 5, 7, 3); PAGODA_LEAVE(1, to[1][0]);
-    PAGODA_ADD(1, 1);
-  }
+  PAGODA_INPUTS(0, 4);
+  _tile_zero(0); PAGODA_OUTPUTS(0, 0, 4, 6, 0); PAGODA_LEAVE(2, last[0][3]);
+  _tile_zero(1); PAGODA_OUTPUTS(0, 1, 4, 7, 1); PAGODA_LEAVE(3, last[1][3]);
+  PAGODA_INPUTS(1, 5);
+  _tile_zero(2); PAGODA_OUTPUTS(1, 0, 5, 6, 2); PAGODA_LEAVE(0, to[0][0]);
+  _tile_zero(3); PAGODA_OUTPUTS(1, 1, 5, 7, 3); PAGODA_LEAVE(1, to[1][0]);
+  PAGODA_INPUTS(2, 4);
+  _tile_zero(0); PAGODA_OUTPUTS(2, 0, 4, 6, 0); PAGODA_LEAVE(2, to[0][1]);
+  PAGODA_ADD(0, 0);
+  _tile_zero(1); PAGODA_OUTPUTS(2, 1, 4, 7, 1); PAGODA_LEAVE(3, to[1][1]);
+  PAGODA_ADD(0, 1);
+  PAGODA_INPUTS(3, 5);
+  _tile_zero(2); PAGODA_OUTPUTS(3, 0, 5, 6, 2); PAGODA_LEAVE(0, to[0][2]);
+  PAGODA_ADD(1, 0);
+  _tile_zero(3); PAGODA_OUTPUTS(3, 1, 5, 7, 3); PAGODA_LEAVE(1, to[1][2]);
+  PAGODA_ADD(1, 1);
 #undef PAGODA_ADD
 #undef PAGODA_LEAVE
 #undef PAGODA_OUTPUTS
@@ -163,11 +142,10 @@ static inline void half_of_pairs(const PairStep<kHeads, kZeros>& a, int64_t outp
 }
 
 // What is left of the last 64 outputs.
-template <int kHeads, bool kZeros>
-static inline void end_of_pairs(const PairStep<kHeads, kZeros>& step, const PairSums<kHeads>& first,
-                                PairSums<kHeads>& last) {
-  _tile_stored(2, last[0][kHeads - 1], 64);
-  _tile_stored(3, last[1][kHeads - 1], 64);
+template <bool kZeros>
+static inline void end_of_pairs(const PairStep<kZeros>& step, const PairSums& first, PairSums& last) {
+  _tile_stored(2, last[0][kPairGroups - 1], 64);
+  _tile_stored(3, last[1][kPairGroups - 1], 64);
   for (int which = 0; which < 2; ++which)
     for (int64_t begin = 0; begin < 16; begin += 8) {
       add_pair_rows(step, first, which, begin, 16 * which);
