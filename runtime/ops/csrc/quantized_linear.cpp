@@ -16,6 +16,7 @@
 #include "scratch.h"
 #include "shares.h"
 #include "split_groups.h"
+#include "split_pairs.h"
 #include "weight_integers.h"
 #include "weight_words.h"
 
@@ -86,6 +87,9 @@ struct Inputs {
   int8_t* integers;
   // Where these are multiplied as words: the same in 16 bits; if `joined`, a row for both rows of int8, and one part.
   int16_t* words;
+  // Where these are multiplied as pairs of bf16 (see split_pairs.h): [columns / 16][pair_rows][16]; or null.
+  uint32_t* pairs;
+  int64_t pair_rows;
   bool joined;
   float* scales;  // [rows][groups]
   // Of the integers, times the zero where all weights have the same: [rows][parts][groups]. Where groups share a
@@ -142,6 +146,12 @@ void round_row(const QuantizedLinearArguments& a, const Layout& layout, const In
   for (int64_t part = 0; part < x.parts; ++part)
     write_words(x.words + (row * x.parts + part) * x.columns, to + part * x.columns,
                 x.joined ? to + x.columns : nullptr, x.columns);
+#endif
+#if defined(PAGODA_TILES)
+  for (int64_t k = 0; x.pairs && k < x.columns; k += kTileInputs) {
+    uint32_t* pairs = x.pairs + (k * x.pair_rows + row * kTileInputs);
+    for (int64_t i = 0; i < kTileInputs; ++i) pairs[i] = pair_of(256.f * to[k + i], to[x.columns + k + i]);
+  }
 #endif
 }
 
@@ -204,10 +214,11 @@ struct Workspace {
   float* row;        // of the input, and once more in its own order
   int32_t* products; // of a few rows and a panel
   float* totals;     // of all rows of a task
-  uint8_t* widened;  // weights of a group, a byte each
+  uint8_t* widened;  // weights of a group, a byte each, or of a step as pairs
 
   Workspace(Scratch& scratch, const QuantizedLinearArguments& a, const Layout& layout, int64_t rows) {
-    const int64_t group_bytes = a.bits == 8 ? 0 : std::max(layout.group_steps, kSplitSteps) * kStepBytes;
+    int64_t group_bytes = a.bits == 8 ? 0 : std::max(layout.group_steps, kSplitSteps) * kStepBytes;
+    if (layout.heads == kPairGroups) group_bytes = std::max(group_bytes, kPairBytes);
     const int64_t few = kTiledRows * kPanel * layout.heads, all = rows * kPanel;
     scratch.reserve((2 * a.inputs + few + all) * 4 + group_bytes + 4 * 64);
     row = scratch.take<float>(2 * a.inputs);
@@ -278,11 +289,58 @@ void multiply_panel(const QuantizedLinearArguments& a, const Layout& layout, con
   }
 }
 
+#if defined(PAGODA_TILES)
+// The same where four groups of 4 bits share a step and inputs are pairs of bf16.
+template <bool kZeros>
+void multiply_pairs_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x, const Block& block,
+                          int64_t panel, const Workspace& space) {
+  const char* codes = panel_at(a, layout, block, panel);
+  const int64_t groups = layout.groups;
+  alignas(64) uint32_t numbers[16];
+  for (int i = 0; i < 16; ++i) {
+    const int number = a.code == kFloat4 ? kFloat4Numbers[i] - kFloat4Zero : kZeros ? i : i - zero_of(4);
+    numbers[i] = pair_of(number, number);
+  }
+  uint32_t* widened = (uint32_t*)space.widened;
+  alignas(64) float zeros[2][kPairGroups][kPanel];
+  alignas(64) PairSums sums[3];
+  int64_t turn = 0;  // of the three
+  PairStep<kZeros> before{};
+  configure_tiles(kTileRows);
+  std::fill_n(space.totals, block.rows * kPanel, -0.f);  // what a sum can begin with and not show
+  for (int64_t g = 0; g < groups; ++g) {
+    const Group stored = group_at(codes, layout, g);
+    for (int64_t i = 0; i < kPairGroups * layout.head_bytes; i += kLine)
+      __builtin_prefetch(stored.heads + kAhead + i, 0, 2);
+    widen_to_pairs(widened, stored.weights, numbers);
+    for (int h = 0; kZeros && h < kPairGroups; ++h)
+      scaled_zeros_of(zeros[g % 2][h], a, stored.heads + h * layout.head_bytes);
+    for (int64_t r = 0; r < block.rows; r += kTileRows) {
+      const int64_t row = block.first + r, at = row * groups + g;
+      const PairStep<kZeros> step{
+          x.pairs + g * kStep * x.pair_rows + row * kTileInputs, x.pair_rows * kTileInputs, widened, stored.heads,
+          layout.head_bytes, zeros[g % 2][0], x.scales + at, x.sums + at * kPairGroups, groups, space.totals + r * kPanel,
+          std::min<int64_t>(kTileRows, block.rows - r)};
+      for (int64_t output = 0; output < kPanel; output += 32, turn = (turn + 1) % 3)
+        half_of_pairs(step, output, sums[turn], sums[(turn + 2) % 3], before.x ? &before : nullptr,
+                      sums[(turn + 1) % 3]);
+      before = step;
+    }
+  }
+  end_of_pairs(before, sums[(turn + 1) % 3], sums[(turn + 2) % 3]);
+}
+#endif
+
 // The same where kHeads groups share a step.
 template <int kBits, int kParts, int kHeads>
 void multiply_split_panel(const QuantizedLinearArguments& a, const Layout& layout, const Inputs& x,
                           const Block& block, int64_t panel, const Workspace& space) {
   const int64_t first = block.first, rows = block.rows;
+#if defined(PAGODA_TILES)
+  if constexpr (kBits == 4 && kParts == 2 && kHeads == kPairGroups)
+    if (x.pairs && rows >= kLeastPairs)
+      return (a.zeros ? multiply_pairs_panel<true> : multiply_pairs_panel<false>)(a, layout, x, block, panel, space);
+#endif
   const char* codes = panel_at(a, layout, block, panel);
   const int64_t groups = layout.groups, apart = kHeads * layout.head_bytes + layout.step_bytes;
   const bool tiles = integers_on_tiles(rows * kParts), in_order = splits_in_order(kBits, rows * kParts);
@@ -372,15 +430,19 @@ void run(const QuantizedLinearArguments& a) {
   else
     words *= kParts;
 #endif
-  // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight.
-  const int64_t columns = layout.steps * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;
+  const int64_t pair_rows = kBits == 4 && kParts == 2 && layout.heads == kPairGroups ? rows_of_pairs(a.rows) : 0;
+  // Tiles read on to the end of a multiple of 16 rows, from the first row of any weight. With an odd number of steps
+  // rows do not meet in the same lines of the first cache.
+  const int64_t columns = (layout.steps | 1) * kStep, padded = round_up(a.rows * kParts, kTiledRows) + kTiledRows;
   const int64_t scales = a.rows * layout.groups, sums = scales * std::max<int64_t>(kParts, layout.heads);
-  inputs.reserve((padded + 2 * words) * columns + (scales + sums) * 4 + 4 * 64);
+  inputs.reserve((padded + 2 * words + 4 * pair_rows) * columns + (scales + sums) * 4 + 5 * 64);
   const Inputs x{columns, joined ? 1 : kParts, inputs.take<int8_t>(padded * columns),
-                 inputs.take<int16_t>(words * columns), joined, inputs.take<float>(scales), inputs.take<int32_t>(sums)};
+                 inputs.take<int16_t>(words * columns),
+                 pair_rows ? inputs.take<uint32_t>(pair_rows * columns) : nullptr, pair_rows, joined,
+                 inputs.take<float>(scales), inputs.take<int32_t>(sums)};
   // As many rows at a time as stay in the second cache together.
   const int64_t most =
-      std::clamp((1 << 20) / (columns * kParts) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
+      std::clamp((1 << 20) / (columns * (pair_rows ? 4 : kParts)) / kTiledRows, (int64_t)1, (int64_t)16) * kTiledRows;
   static thread_local std::vector<Block> found;
   divide(found, a, most);
   const std::vector<Block>& blocks = found;  // the caller's, for all threads
