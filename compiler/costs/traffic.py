@@ -28,6 +28,8 @@ _GATHERS = frozenset({"embedding", "index", "index_select", "gather"})
 _BLOCK_SIZE = 16
 # Of each expert that a row is sent to, the matrix.
 _GROUPED = frozenset({"npu_grouped_matmul", "npu_grouped_matmul_swiglu_quant_v2", "_grouped_mm"})
+# What sorts rows by their experts, and what stands between it and the products.
+_ROUTING, _OF_ROUTING = "npu_moe_init_routing_v2", frozenset({"getitem", "_to_copy"})
 
 
 @dataclass(frozen=True)
@@ -158,12 +160,18 @@ def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
 
 
 def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:
-    """Bytes that are read of a weight of ``size``."""
+    """Bytes that are read of a weight of ``size``: where ranks hold experts of their own, at the best spread."""
     if callee(node).partition(".")[0] not in _GROUPED or value(read).dim() < 3:
         return size
     rows = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    experts = int(value(read).shape[0])
-    return size * min(experts, sizes.number(value(rows).shape[0])) // experts
+    experts, chosen = int(value(read).shape[0]), sizes.number(value(rows).shape[0])
+    for source in node.all_input_nodes:
+        while callee(source) in _OF_ROUTING:
+            source = source.args[0]  # type: ignore[assignment]
+        if callee(source) == _ROUTING:
+            chosen = -(-chosen * experts // int(source.kwargs["expert_num"]))  # type: ignore[arg-type]
+            break
+    return size * min(experts, chosen) // experts
 
 
 def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step, sizes: Sizes) -> int:

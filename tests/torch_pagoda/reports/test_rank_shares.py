@@ -13,6 +13,8 @@ from torch_pagoda.compiler.costs.skeleton import build_skeleton
 from torch_pagoda.passes.rewrite import shard_vocabulary
 from torch_pagoda.reports import Explanation, explain
 
+from legal_models import build_legal_model
+
 RANKS, LAYERS, HIDDEN, INNER, VOCAB, HEAD = 4, 6, 64, 96, 256, 16
 BEGINNING = 8
 """Bytes of the number of the first row that a rank holds."""
@@ -76,3 +78,18 @@ def test_the_report_says_so(found: Explanation) -> None:
     for words in ("Each of 4 ranks holds", "2 ranks hold each", "all_reduce", "Weights that every rank holds whole"):
         assert words in text
     assert found.to_dict()["ranks"]["kv_heads"] == {2: 1}
+
+
+def test_a_rank_reads_as_few_experts_as_the_best_spread_asks_for() -> None:
+    """Of 8 experts on 4 ranks: one each where a token has 4, both where it has 8."""
+
+    def read(chosen: int) -> int:
+        model = build_legal_model("qwen3_moe", dtype=torch.bfloat16, num_experts=8, num_experts_per_tok=chosen)
+        options: dict[str, Any] = {"target": "npu", "torchair": False, "verify": "off"}
+        found = explain(model, tensor_parallel_size=RANKS, expert_parallel_size=RANKS, **options)
+        assert found.npu is not None
+        return found.npu.estimates[0].moved.weights
+
+    config = build_legal_model("qwen3_moe").config
+    expert = 3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize
+    assert read(8) - read(4) == config.num_hidden_layers * expert
