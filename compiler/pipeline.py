@@ -175,7 +175,7 @@ def rewrite(captured: Captured, options: CompileOptions, references: References,
     if options.pipeline_parallel_size > 1:
         found.traced.notes.boundaries = choose_boundaries(found.traced, options.pipeline_parallel_size)
     if found.captured is not found.traced:  # it is to run over the same weights
-        found.captured.notes.of_layers = frozenset()
+        found.captured.notes.of_layers = found.traced.notes.of_layers
         run_passes(found.captured, [*stages.folds, *stages.weights])
     if found.traced.npu is not None:
         routes = [route for record in report.passes for route in record.routes]
@@ -230,7 +230,7 @@ def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: Stages)
     """Unroll a graph of few layers, and fold constants of each layer's weights."""
     traced = repeat.unroll(captured)
     check_order(repeat, traced)
-    traced.notes.of_layers = frozenset()
+    traced.notes.of_layers = repeat.inputs_not_loaded(traced)  # all layers are to stay alike
     run_passes(traced, stages.folds)
     return traced
 

@@ -131,7 +131,7 @@ class GraphNotes:
             each once.
         made_of: id of a folded constant → itself, and the inputs that it was computed from.
         of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
-            are all layers.
+            are all layers, unless one of these is not loaded.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
         parts: graph input → the tensor that it receives a part of, in a graph for one of several ranks.
         boundaries: where the stages of a pipeline begin, but for the first; see ``graph.stages``.
