@@ -113,12 +113,13 @@ def test_a_lost_replica_loses_only_what_has_streamed_and_another_takes_its_place
             with pytest.raises(EngineDied, match="a is lost: the engine of the replica has ended"):
                 await read_all(streamed)
             assert len(merged(await read_all(waiting))[0, 0][1]) == 90
-            before = client.stats["generated_tokens"]
+            while not (before := client.stats["generated_tokens"]):  # replicas report them now and then
+                await asyncio.sleep(0.01)
             await host.open("c", caching())
             client.set_replicas({"b", "c"})
             await client.wait_for(2)
             assert len(client.stats_of_engines) == 2 and client.stats["restarts"] == 1
-            assert client.stats["generated_tokens"] >= before > 0
+            assert client.stats["generated_tokens"] >= before
 
     asyncio.run(use())
 
