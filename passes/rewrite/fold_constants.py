@@ -57,8 +57,8 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
         sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
             return "its layer represents others"
-        if not traced.notes.parts.keys().isdisjoint(sources):
-            return "every rank has its own"
+        if traced.npu is None and not traced.notes.parts.keys().isdisjoint(sources):
+            return "all ranks take one graph, and each has a part of its own"
         if any(traced.constants[source].is_meta for source in sources):
             return "its weight is not loaded"
         try:
