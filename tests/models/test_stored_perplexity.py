@@ -2,9 +2,9 @@
 
 Inputs keep 16 bits or more: rounded to 8, many lie so near to the middle of two steps that float32's own
 rounding moves the perplexity of these texts by as much as 0.05 %. ``test_inputs_of_8_bits`` compares those numbers
-token by token. In float32 the two are to be alike. In bfloat16 transformers' own rounding moves its perplexity by as
-much as 0.12 %: there the program may be as far from the float32 one as transformers is. Run with ``-s`` it prints a
-row for each.
+token by token. In float32 the two are to be alike. In bfloat16 rounding moves the loss of each window, so that the
+mean over these windows has a standard error of 0.0007 to 0.0009, transformers' as well as the program's: there the
+program may be two of them away from transformers in float32. Run with ``-s`` it prints a row for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.append(str(TINY_PYDOC.parent))
 
 from pydoc_text import gather_documents
 
-LIMIT = 5e-4
+LIMIT = {torch.float32: 5e-4, torch.bfloat16: 1.6e-3}
 WINDOWS, WINDOW = 24, 256
 CPU = torch.device("cpu")
 
@@ -61,4 +61,4 @@ def test_perplexity(name: str, dtype: torch.dtype, windows: torch.Tensor, tmp_pa
     found = loss_per_token(program, windows)
     perplexities = " ".join(f"{math.exp(loss):9.4f}" for loss in (exact, expected, found))
     print(f"{name:>20} {dtype!s:>15} {perplexities} {math.expm1(found - expected):+.4%}")
-    assert abs(found - exact) <= abs(expected - exact) + LIMIT
+    assert abs(found - exact) <= LIMIT[dtype]

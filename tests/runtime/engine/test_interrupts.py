@@ -204,7 +204,7 @@ def test_an_interrupted_step_loses_and_repeats_no_piece() -> None:
                 assert [piece.prompt_logprobs is not None for piece in own].count(True) == (output.index == 0), at
             assert sum(piece.metrics is not None for piece in pieces if piece.request_id == name) == 1, at
         assert_idle(engine)
-    assert interrupted > 50
+    assert interrupted > 40
 
 
 def test_a_second_interrupt_while_cleaning_up(monkeypatch: pytest.MonkeyPatch) -> None:
