@@ -4,7 +4,7 @@ Inputs keep 16 bits or more: rounded to 8, many lie so near to the middle of two
 rounding moves the perplexity of these texts by as much as 0.05 %. ``test_inputs_of_8_bits`` compares those numbers
 token by token. In float32 the two are to be alike. In bfloat16 rounding moves the loss of each window, so that the
 mean over these windows has a standard error of 0.0007 to 0.0009, transformers' as well as the program's: there the
-program may be two of them away from transformers in float32. Run with ``-s`` it prints a row for each.
+program may be three of them away from transformers in float32. Run with ``-s`` it prints a row for each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.append(str(TINY_PYDOC.parent))
 
 from pydoc_text import gather_documents
 
-LIMIT = {torch.float32: 5e-4, torch.bfloat16: 1.6e-3}
+LIMIT = {torch.float32: 5e-4, torch.bfloat16: 2.5e-3}
 WINDOWS, WINDOW = 24, 256
 CPU = torch.device("cpu")
 
