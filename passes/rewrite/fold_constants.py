@@ -46,7 +46,8 @@ _TAKING_NUMBERS = frozenset(getattr(torch.ops.aten, name).Tensor for name in ("a
 def fold_constants(traced: TracedGraph) -> PassRecord:
     """Replace computed constants. ``traced.notes.folded`` names the inputs that they were computed from.
 
-    Flat (paged) graphs only: elsewhere the caller owns the weights.
+    Flat (paged) graphs only: elsewhere the caller owns the weights. What is computed from a rank's part of a weight
+    is folded for NPUs alone, where each rank lowers a graph of its own.
     """
     evaluation = Evaluation(traced, {})
 
