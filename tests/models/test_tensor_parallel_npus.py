@@ -66,7 +66,7 @@ def expected(kind: str) -> list[list[int]]:
     return [greedy_without_cache(model, prompt, GREEDY.max_tokens).tokens for prompt in prompts()]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", pytest.param("qwen3_5_text", marks=pytest.mark.slow)])
 def test_ranks_serve_the_tokens_of_transformers(kind: str, saved: Callable[[str], Path]) -> None:
     found, stats, _ = served(saved(kind))
     assert found == expected(kind)
