@@ -210,6 +210,7 @@ def test_memory_and_masters_that_hang_or_die_are_misses(
     other: Any = store_at(mooncake_server)
     assert read(other, 0) == CONTENT
     store._process.send_signal(signal.SIGSTOP)  # it has the memory of the entry
+    os.waitpid(store._process.pid, os.WUNTRACED)
     before = other._process.pid
     assert read(other, 0) is None
     store._process.kill()
