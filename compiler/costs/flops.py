@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ...passes import TracedGraph
 from ...passes.graph.fx_nodes import shape, value
 from ...passes.graph.provenance import launches_work, operator_name
-from .traffic import Sizes, Step, is_weight
+from .traffic import Sizes, Step, is_weight, rows_of_experts
 
 _SPARSE_BAND = 4
 _GATED = "npu_grouped_matmul_swiglu_quant_v2"
@@ -79,9 +79,15 @@ def _product(place: int) -> Callable[[fx.Node, Step, Sizes], int]:
     return formula
 
 
+def _grouped_product(node: fx.Node, step: Step, sizes: Sizes) -> int:
+    """Of rows by the matrices of their experts."""
+    rows = sizes.shape(pytree.tree_leaves(node.args[0])[0])[0]
+    return _product(0)(node, step, sizes) * rows_of_experts(node, sizes) // rows
+
+
 def _gated_product(node: fx.Node, step: Step, sizes: Sizes) -> int:
     """npu_grouped_matmul_swiglu_quant_v2, whose results are half as many as its product's."""
-    return 2 * _product(0)(node, step, sizes)
+    return 2 * _grouped_product(node, step, sizes)
 
 
 def _experts(node: fx.Node, step: Step, sizes: Sizes) -> int:
@@ -165,7 +171,7 @@ _FORMULAS: dict[str, Callable[[fx.Node, Step, Sizes], int]] = {
     **dict.fromkeys(("mm", "bmm", "linear", "matmul", "npu_linear", "npu_transpose_batchmatmul"), _product(0)),
     **dict.fromkeys(("packed_linear", "quantized_linear", "invariant_linear"), _product(0)),
     **dict.fromkeys(("npu_quant_matmul", "npu_weight_quant_batchmatmul"), _product(0)),
-    **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _product(0)),
+    **dict.fromkeys(("npu_grouped_matmul", "_grouped_mm"), _grouped_product),
     _GATED: _gated_product,
     **dict.fromkeys(("addmm", "baddbmm"), _product(1)),
     **dict.fromkeys(("moe", "quantized_moe"), _experts),

@@ -160,18 +160,26 @@ def _rounded_bytes(node: fx.Node, read: fx.Node) -> int:
 
 
 def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> int:
-    """Bytes that are read of a weight of ``size``: where ranks hold experts of their own, at the best spread."""
+    """Bytes that are read of a weight of ``size``."""
     if callee(node).partition(".")[0] not in _GROUPED or value(read).dim() < 3:
         return size
-    rows = node.args[0][0] if isinstance(node.args[0], list | tuple) else node.args[0]
-    experts, chosen = int(value(read).shape[0]), sizes.number(value(rows).shape[0])
+    experts = int(value(read).shape[0])
+    return size * min(experts, rows_of_experts(node, sizes)) // experts
+
+
+def rows_of_experts(node: fx.Node, sizes: Sizes) -> int:
+    """The number of rows that a product of experts multiplies: where ranks hold experts of their own, at the best
+    spread."""
+    rows: Any = node.args[0]
+    count = sizes.number(value(rows[0] if isinstance(rows, list | tuple) else rows).shape[0])
+    source: Any
     for source in node.all_input_nodes:
         while callee(source) in _OF_ROUTING:
-            source = source.args[0]  # type: ignore[assignment]
+            source = source.args[0]
         if callee(source) == _ROUTING:
-            chosen = -(-chosen * experts // int(source.kwargs["expert_num"]))  # type: ignore[arg-type]
-            break
-    return size * min(experts, chosen) // experts
+            first, end = map(int, source.kwargs["active_expert_range"])
+            return -(-count * (end - first) // int(source.kwargs["expert_num"]))
+    return count
 
 
 def _cached_bytes(traced: TracedGraph, node: fx.Node, cache: fx.Node, step: Step, sizes: Sizes) -> int:

@@ -83,13 +83,15 @@ def test_the_report_says_so(found: Explanation) -> None:
 def test_a_rank_reads_as_few_experts_as_the_best_spread_asks_for() -> None:
     """Of 8 experts on 4 ranks: one each where a token has 4, both where it has 8."""
 
-    def read(chosen: int) -> int:
+    def decode(chosen: int) -> tuple[int, int]:
         model = build_legal_model("qwen3_moe", dtype=torch.bfloat16, num_experts=8, num_experts_per_tok=chosen)
         options: dict[str, Any] = {"target": "npu", "torchair": False, "verify": "off"}
         found = explain(model, tensor_parallel_size=RANKS, expert_parallel_size=RANKS, **options)
         assert found.npu is not None
-        return found.npu.estimates[0].moved.weights
+        return found.npu.estimates[0].moved.weights, found.npu.estimates[0].flops
 
     config = build_legal_model("qwen3_moe").config
-    expert = 3 * config.hidden_size * config.moe_intermediate_size * torch.bfloat16.itemsize
-    assert read(8) - read(4) == config.num_hidden_layers * expert
+    elements = config.num_hidden_layers * 3 * config.hidden_size * config.moe_intermediate_size
+    (read, flops), (read_of_both, flops_of_both) = decode(4), decode(8)
+    assert read_of_both - read == elements * torch.bfloat16.itemsize
+    assert flops_of_both - flops == 2 * elements
