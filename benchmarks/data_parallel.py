@@ -23,12 +23,7 @@ from report import conditions, markdown_table, save
 from server_client import ask
 from shapes import OUTPUT_LENGTHS, PROMPT_LENGTHS, SHAPES, Prompts, random_model
 
-COUNT = 2
-SIDES = {
-    f"{COUNT} servers": [()] * COUNT,
-    f"-dp {COUNT}": [("-dp", str(COUNT))],
-    f"-tp {COUNT}": [("-tp", str(COUNT))],
-}
+SIDES = {"2 servers": [(), ()], "-dp 2": [("-dp", "2")], "-tp 2": [("-tp", "2")]}
 """Side → the options of its servers."""
 
 

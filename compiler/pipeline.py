@@ -230,7 +230,7 @@ def _with_all_layers(repeat: LayerRepeat, captured: TracedGraph, stages: Stages)
     """Unroll a graph of few layers, and fold constants of each layer's weights."""
     traced = repeat.unroll(captured)
     check_order(repeat, traced)
-    traced.notes.of_layers = repeat.inputs_not_loaded(traced)  # all layers are to stay alike
+    traced.notes.of_layers = repeat.inputs_not_loaded(traced)
     run_passes(traced, stages.folds)
     return traced
 

@@ -103,16 +103,19 @@ class LayerRepeat:
 
     def inputs_of_layers(self, traced: TracedGraph) -> frozenset[str]:
         """Names of the inputs of a captured graph that receive tensors of the layers."""
-        names = {id(tensor): name for name, tensor in module_tensors(self.model).items()}
-        inside = f"{self.path}."
-        return frozenset(name for name, t in traced.constants.items() if names.get(id(t), "").startswith(inside))
+        inner = self._inner_names()
+        return frozenset(name for name, t in traced.constants.items() if id(t) in inner)
 
     def inputs_not_loaded(self, traced: TracedGraph) -> frozenset[str]:
         """Names of the inputs of a graph of all layers that receive what is not loaded in one or more of them."""
-        layer = re.compile(rf"{re.escape(self.path)}\.\d+\.(.*)")
-        inner = {id(t): m[1] for name, t in module_tensors(self.model).items() if (m := layer.fullmatch(name))}
+        inner = self._inner_names()
         absent = {inner[id(t)] for t in traced.constants.values() if id(t) in inner and t.is_meta}
         return frozenset(name for name, t in traced.constants.items() if inner.get(id(t)) in absent)
+
+    def _inner_names(self) -> dict[int, str]:
+        """The name within its layer of each tensor of the layers, by its id."""
+        layer = re.compile(rf"{re.escape(self.path)}\.\d+\.(.*)")
+        return {id(t): m[1] for name, t in module_tensors(self.model).items() if (m := layer.fullmatch(name))}
 
     def unroll(self, traced: TracedGraph) -> TracedGraph:
         """The rewritten graph of the kept layers, with the periodic part repeated up to all layers.

@@ -81,8 +81,8 @@ def _product(place: int) -> Callable[[fx.Node, Step, Sizes], int]:
 
 def _grouped_product(node: fx.Node, step: Step, sizes: Sizes) -> int:
     """Of rows by the matrices of their experts."""
-    rows = sizes.shape(pytree.tree_leaves(node.args[0])[0])[0]
-    return _product(0)(node, step, sizes) * rows_of_experts(node, sizes) // rows
+    all_rows = sizes.shape(pytree.tree_leaves(node.args[0])[0])[0]
+    return _product(0)(node, step, sizes) // all_rows * rows_of_experts(node, sizes)
 
 
 def _gated_product(node: fx.Node, step: Step, sizes: Sizes) -> int:

@@ -170,8 +170,7 @@ def _read_of_experts(node: fx.Node, read: fx.Node, size: int, sizes: Sizes) -> i
 def rows_of_experts(node: fx.Node, sizes: Sizes) -> int:
     """The number of rows that a product of experts multiplies: where ranks hold experts of their own, at the best
     spread."""
-    rows: Any = node.args[0]
-    count = sizes.number(value(rows[0] if isinstance(rows, list | tuple) else rows).shape[0])
+    count = sizes.shape(pytree.tree_leaves(node.args[0])[0])[0]
     source: Any
     for source in node.all_input_nodes:
         while callee(source) in _OF_ROUTING:

@@ -130,8 +130,8 @@ class GraphNotes:
         folded: names of the constants that others were computed from, or numbers read off (scales, tables of masks),
             each once.
         made_of: id of a folded constant → itself, and the inputs that it was computed from.
-        of_layers: names of weights of layers that stand for others: what is computed from them is folded once there
-            are all layers, unless one of these is not loaded.
+        of_layers: names of weights from which nothing is folded, so that all layers stay alike: of layers that stand
+            for others, until there are all; then of those that are not loaded in one of them.
         rope_switch: the longest sequence that still uses the first of two rotary tables; None without such a choice.
         parts: graph input → the tensor that it receives a part of, in a graph for one of several ranks.
         boundaries: where the stages of a pipeline begin, but for the first; see ``graph.stages``.

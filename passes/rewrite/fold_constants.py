@@ -57,7 +57,7 @@ def fold_constants(traced: TracedGraph) -> PassRecord:
             return f"a constant {tuple(tensor.shape)} would stay in memory"
         sources = evaluation.sources(node)
         if not traced.notes.of_layers.isdisjoint(sources):
-            return "its layer represents others"
+            return "all layers are to stay alike, and one of them is not there"
         if traced.npu is None and not traced.notes.parts.keys().isdisjoint(sources):
             return "all ranks take one graph, and each has a part of its own"
         if any(traced.constants[source].is_meta for source in sources):

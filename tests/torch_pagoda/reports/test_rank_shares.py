@@ -80,12 +80,13 @@ def test_the_report_says_so(found: Explanation) -> None:
     assert found.to_dict()["ranks"]["kv_heads"] == {2: 1}
 
 
-def test_a_rank_reads_as_few_experts_as_the_best_spread_asks_for() -> None:
+@pytest.mark.parametrize(("quantization", "size"), [(None, 2), ("int8", 1)])
+def test_a_rank_reads_as_few_experts_as_the_best_spread_asks_for(quantization: str | None, size: int) -> None:
     """Of 8 experts on 4 ranks: one each where a token has 4, both where it has 8."""
 
     def decode(chosen: int) -> tuple[int, int]:
         model = build_legal_model("qwen3_moe", dtype=torch.bfloat16, num_experts=8, num_experts_per_tok=chosen)
-        options: dict[str, Any] = {"target": "npu", "torchair": False, "verify": "off"}
+        options: dict[str, Any] = {"target": "npu", "torchair": False, "verify": "off", "quantization": quantization}
         found = explain(model, tensor_parallel_size=RANKS, expert_parallel_size=RANKS, **options)
         assert found.npu is not None
         return found.npu.estimates[0].moved.weights, found.npu.estimates[0].flops
@@ -93,5 +94,5 @@ def test_a_rank_reads_as_few_experts_as_the_best_spread_asks_for() -> None:
     config = build_legal_model("qwen3_moe").config
     elements = config.num_hidden_layers * 3 * config.hidden_size * config.moe_intermediate_size
     (read, flops), (read_of_both, flops_of_both) = decode(4), decode(8)
-    assert read_of_both - read == elements * torch.bfloat16.itemsize
+    assert read_of_both - read == elements * size
     assert flops_of_both - flops == 2 * elements
